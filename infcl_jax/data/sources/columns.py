@@ -100,20 +100,18 @@ class RowGroups:
         pass over their images: parquet stores no mask of its own. Empty images without null are only found in columns
         of at most 256 MiB, since statistics leave out the bounds of large values; elsewhere they are bad records.
         """
-        metadata, masks = self._file.metadata, [np.zeros(0, bool)]
-        names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-        leaf = next(i for i, name in enumerate(names) if name in (self._column, f"{self._column}.bytes"))
-        chunks = [metadata.row_group(i).column(leaf) for i in range(metadata.num_row_groups)]
-        large = sum(chunk.total_uncompressed_size for chunk in chunks) > _SCANNED
-        for group, chunk in enumerate(chunks):
-            rows, statistics = metadata.row_group(group).num_rows, chunk.statistics
-            nulls = statistics.null_count if statistics and statistics.has_null_count else None
+        masks = [np.zeros(0, bool)]
+        fields = _fields(self._file, self._column)
+        name = next(name for name in fields if name in (self._column, f"{self._column}.bytes"))
+        large = sum(chunk.total_uncompressed_size for chunk in fields[name]) > _SCANNED
+        for group, chunk in enumerate(fields[name]):
+            rows, statistics, nulls = self._starts[group + 1] - self._starts[group], chunk.statistics, _nulls(chunk)
             if nulls == rows:
                 masks.append(np.zeros(rows, bool))
             elif nulls == 0 and (statistics.min if statistics.has_min_max else large):
                 masks.append(np.ones(rows, bool))
             else:
-                for batch in _batches(self._file, self._path, [names[leaf]], [group]):
+                for batch in _batches(self._file, self._path, [name], [group]):
                     values = batch.column(0)
                     if pa.types.is_struct(values.type):
                         values = pc.struct_field(values, "bytes")
@@ -137,18 +135,28 @@ class RowGroups:
         return value
 
 
+def _fields(file: parquet.ParquetFile, column: str) -> dict[str, list[parquet.ColumnChunkMetaData]]:
+    """Return the chunk of each row group for a column, or for each field of a struct, by path."""
+    metadata = file.metadata
+    paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    own = {path: i for path, i in paths.items() if path == column or path.startswith(f"{column}.")}
+    return {path: [group.column(i) for group in groups] for path, i in own.items()}
+
+
+def _nulls(chunk: parquet.ColumnChunkMetaData) -> int | None:
+    """Return the number of nulls in a chunk, from statistics; None if unknown."""
+    statistics = chunk.statistics
+    return statistics.null_count if statistics and statistics.has_null_count else None
+
+
 def null_count(file: parquet.ParquetFile, column: str) -> int:
     """Return the number of nulls in a column, from statistics; 0 if unknown.
 
-    A struct, which has a leaf for each field, is null where all of them are.
+    A struct is null where all of its fields are.
     """
-    metadata, total = file.metadata, 0
-    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    leaves = [i for i, path in enumerate(paths) if path == column or path.startswith(f"{column}.")]
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        statistics = [group.column(i).statistics for i in leaves]
-        total += min((s.null_count if s and s.has_null_count else 0 for s in statistics), default=0)
-    return total
+    groups = zip(*_fields(file, column).values(), strict=True)
+    return sum(min(_nulls(chunk) or 0 for chunk in chunks) for chunks in groups)
 
 
 def first_paths(file: parquet.ParquetFile, path: str, column: str, count: int) -> list[str]:
@@ -161,34 +169,23 @@ def first_paths(file: parquet.ParquetFile, path: str, column: str, count: int) -
     return []
 
 
-def image_fields(kind: pa.DataType) -> tuple[bool, bool]:
+def image_fields(kind: pa.DataType) -> tuple[bool, bool] | None:
     """Tell what the values of an image column can be.
 
     Args:
       kind: plain type of the column. A struct has the fields "bytes" and "path", or one of them.
 
     Returns:
-      Whether they can be encoded images, and whether they can be paths.
-
-    Raises:
-      ValueError: it is a type of other values.
+      Whether they can be encoded images, and whether they can be paths; None for a type of other values.
     """
     data, path = (kind, pa.null()) if _is_binary(kind) else (pa.null(), kind)
-    known = True
     if pa.types.is_struct(kind):
         fields = {field.name: field.type for field in kind}
+        if not fields.keys() & {"bytes", "path"}:
+            return None
         data, path = fields.get("bytes", pa.null()), fields.get("path", pa.null())
-        known = bool(fields.keys() & {"bytes", "path"})
-    if not (known and (_is_binary(data) or pa.types.is_null(data)) and (is_text(path) or pa.types.is_null(path))):
-        raise ValueError(f"expected paths, encoded images or structs of bytes and path, got {kind}")
-    return _is_binary(data), is_text(path)
-
-
-def may_be_images(kind: pa.DataType) -> bool:
-    """Tell if values of a plain type are bytes, or structs with bytes."""
-    return _is_binary(kind) or (
-        pa.types.is_struct(kind) and any(f.name == "bytes" and _is_binary(f.type) for f in kind)
-    )
+    known = (_is_binary(data) or pa.types.is_null(data)) and (is_text(path) or pa.types.is_null(path))
+    return (_is_binary(data), is_text(path)) if known else None
 
 
 def _is_binary(kind: pa.DataType) -> bool:

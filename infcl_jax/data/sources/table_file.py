@@ -23,7 +23,6 @@ from infcl_jax.data.sources.columns import (
     image_fields,
     is_filled,
     is_text,
-    may_be_images,
     null_count,
     plain_type,
     read_columns,
@@ -167,7 +166,7 @@ class TableFile:
         if len(ordered) < 2:
             return None
         nulls = {name: null_count(file, name) for name in ordered}
-        encoded = [name for name in ordered if may_be_images(types[name])]
+        encoded = [name for name in ordered if (image_fields(types[name]) or (False,))[0]]
         rows = file.metadata.num_rows
         usable = [name for name in ordered if nulls[name] < rows and (name in encoded or self._has_paths(file, name))]
         complete = [name for name in usable if not nulls[name]]
@@ -197,10 +196,13 @@ class TableFile:
         return table
 
     def _image_fields(self, kind: pa.DataType) -> tuple[bool, bool]:
-        try:
-            return image_fields(kind)
-        except ValueError as error:
-            raise ValueError(f"{self.path}, image column {self.image_column!r}: {error}") from None
+        fields = image_fields(kind)
+        if fields is None:
+            raise ValueError(
+                f"{self.path}, image column {self.image_column!r}: expected paths, encoded images or structs of bytes"
+                f" and path, got {kind}"
+            )
+        return fields
 
     def _read_paths(self, table: pa.Table) -> pa.ChunkedArray | None:
         """Return the paths of images, "" for embedded ones; None without paths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -140,14 +141,61 @@ def passage_of(name: str, value: Any) -> Passage:
     )
 
 
-def column_name(cell: str) -> str:
-    """Reduce the name of a column to letters and digits in lower case."""
+class Rows(NamedTuple):
+    """Tab-separated lines as records.
+
+    Attributes:
+      names: field of each column; "" for a column without a field.
+      expected: description of the columns, for messages.
+      header: whether the first line has names.
+      quoted: whether quotes can enclose cells.
+      optional: number of columns at the end that lines may lack.
+    """
+
+    names: tuple[str, ...]
+    expected: str
+    header: bool = False
+    quoted: bool = False
+    optional: int = 0
+
+    def record(self, line: bytes) -> dict[str, str]:
+        """Return the cells of a line by field.
+
+        Raises:
+          ValueError: the line is not UTF-8, has another number of columns, or a cell that is too long.
+        """
+        text = line.decode().rstrip("\r\n")
+        try:
+            cells = next(csv.reader([text], delimiter="\t")) if self.quoted else text.split("\t")
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
+        if not len(self.names) - self.optional <= len(cells) <= len(self.names):
+            raise ValueError(f"expected {self.expected}, got {len(cells)}")
+        return dict(zip(self.names, cells, strict=False))
+
+
+def name_columns(cells: Sequence[str], **fields: Iterable[str]) -> tuple[str, ...]:
+    """Return the field of each column by the names in the first line of a table.
+
+    Names are compared by their letters and digits, in lower case.
+
+    Args:
+      cells: cells of the first line.
+      fields: known names of each field, in order of preference.
+
+    Returns:
+      Field of each column; "" for a column without a field.
+    """
+    columns = [_letters(cell) for cell in cells]
+    result = [""] * len(columns)
+    for field_name, names in fields.items():
+        for name in [name for name in map(_letters, names) if name in columns][:1]:
+            result[columns.index(name)] = field_name
+    return tuple(result)
+
+
+def _letters(cell: str) -> str:
     return re.sub(r"[\W_]", "", cell.lower())
-
-
-def find_column(columns: Sequence[str], names: Iterable[str]) -> int | None:
-    """Return the index of the first of the names among reduced columns; None for no such column."""
-    return next((columns.index(name) for name in map(column_name, names) if name in columns), None)
 
 
 def _kind(value: Any) -> str:

@@ -6,18 +6,18 @@ import ast
 import csv
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from infcl_jax.data.sources.captions import cell_captions
 from infcl_jax.data.sources.text_fields import (
     PASSAGE_IDS,
     QUERY,
-    column_name,
-    find_column,
+    Rows,
     id_of,
     label_of,
     list_of,
+    name_columns,
     optional_field,
     query_of,
 )
@@ -27,11 +27,13 @@ from infcl_jax.runtime.file_io import open_regular
 _QUERY_IDS = ("query_id", "query-id", "_id", "qid", "id")
 _ANSWERS = ("answers", "answer")
 _QUERIES = (*QUERY, "query_text", "question_text", "text")  # BEIR's queries have a "text"
-_TABLE_QUERIES = (*_QUERIES, "title")  # names of columns, reduced by `column_name`; TREC's topics have a title
+_TABLE_QUERIES = (*_QUERIES, "title")  # names of columns, see `name_columns`; TREC's topics have a title
 _TABLE_IDS = (*_QUERY_IDS, "question_id", "topic", "topic_id")
 _JUDGED_QUERIES = (*(name for name in _TABLE_IDS if name not in ("_id", "id")), "query", "question")
 _JUDGED_PASSAGES = (*(name for name in PASSAGE_IDS if name not in ("_id", "id")), "doc", "document_id", "passage")
 _RELEVANCES = ("relevance", "score", "rel", "label", "grade", "judgment")
+# Columns of judgments without names, by their number.
+_JUDGMENTS = {2: ("query", "passage"), 3: ("query", "passage", "relevance"), 4: ("query", "", "passage", "relevance")}
 _LONGEST_LINE = 2**16  # bytes of a relevance judgment
 
 
@@ -70,17 +72,16 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
       ValueError: a line is damaged, or there is no query.
     """
     records = RecordFile(path)
-    is_json = records.is_array or records[0].lstrip()[:1] == b"{"
-    columns = None if is_json else _Columns.of(records[0].decode(errors="replace"))
+    rows = None if records.is_json else _rows(records[0].decode(errors="replace"))
     questions = []
-    for row, record in enumerate(records):
+    for number, record in enumerate(records):
         try:
-            if columns is None:
-                questions.append(_json_question(records.json(row)))
-            elif row or not columns.header:
-                questions.append(columns.question(record.decode().rstrip("\r")))
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{records.place(row)}: {type(error).__name__}: {error}") from error
+            if rows is None:
+                questions.append(_json_question(records.json(number)))
+            elif number or not rows.header:
+                questions.append(_row_question(rows, record))
+        except ValueError as error:
+            raise ValueError(f"{records.place(number)}: {type(error).__name__}: {error}") from error
     if not questions:
         raise ValueError(f"expected queries in {os.fspath(path)}, got only a header")
     return questions
@@ -118,55 +119,31 @@ def _cell_answers(cell: str) -> list[Any] | None:
     return None
 
 
-class _Columns(NamedTuple):
-    """Columns of a table of queries.
+def _rows(line: str) -> Rows:
+    """Tell the columns of a table of queries by its first line; tables with answers quote their cells."""
+    cells = line.split("\t")
+    names = name_columns(cells, query=_TABLE_QUERIES, id=_TABLE_IDS, answers=_ANSWERS)
+    if "query" in names and len({*names} - {""}) > 1:
+        return Rows(names, f"{len(cells)} columns", header=True, quoted="answers" in names)
+    try:
+        last = next(csv.reader([line.rstrip("\r")], delimiter="\t"))[-1].strip()
+    except csv.Error:
+        last = ""
+    has_answers = last == "[]" or ({"'", '"'} & {*last} and _cell_answers(last) is not None)
+    return Rows(("query", "answers"), "2 columns", quoted=True) if has_answers else Rows(("id", "query"), "2 columns")
 
-    Attributes:
-      text: index of the query.
-      key: index of its id, if any.
-      answers: index of its answers, if any; such tables quote their columns.
-      width: number of columns.
-      header: whether the first line has names.
+
+def _row_question(rows: Rows, line: bytes) -> Question:
+    """Read a line of a table of queries.
+
+    Raises:
+      ValueError: the line has other columns, or a blank query.
     """
-
-    text: int
-    key: int | None
-    answers: int | None
-    width: int
-    header: bool
-
-    @classmethod
-    def of(cls, line: str) -> _Columns:
-        """Tell the columns by the first line."""
-        cells = line.split("\t")
-        names = [column_name(cell) for cell in cells]
-        text, key, answers = (find_column(names, known) for known in (_TABLE_QUERIES, _TABLE_IDS, _ANSWERS))
-        if text is not None and (key is not None or answers is not None):
-            return cls(text, key, answers, len(cells), header=True)
-        try:
-            last = next(csv.reader([line.rstrip("\r")], delimiter="\t"))[-1].strip()
-        except csv.Error:
-            last = ""
-        if last == "[]" or ({"'", '"'} & {*last} and _cell_answers(last) is not None):
-            return cls(0, None, 1, 2, header=False)
-        return cls(1, 0, None, 2, header=False)
-
-    def question(self, line: str) -> Question:
-        """Read a line.
-
-        Raises:
-          ValueError: the line has other columns, or a blank query.
-        """
-        cells: Sequence[str] = line.split("\t")
-        if self.answers is not None:
-            cells = next(csv.reader([line], delimiter="\t"))
-        if len(cells) != self.width:
-            raise ValueError(f"expected {self.width} columns, got {len(cells)}")
-        answers = None if self.answers is None else cells[self.answers]
-        if answers is not None and not self.header and _cell_answers(answers.strip()) is None:
-            raise ValueError(f"expected a list of answers as in line 1, got {answers[:40]!r}")
-        key = "" if self.key is None else cells[self.key].strip()
-        return Question(query_of({"query": cells[self.text]}, QUERY), key, _answers("answers", answers))
+    record = rows.record(line)
+    answers = record.get("answers")
+    if answers is not None and not rows.header and _cell_answers(answers.strip()) is None:
+        raise ValueError(f"expected a list of answers as in line 1, got {answers[:40]!r}")
+    return Question(query_of(record, ("query",)), record.get("id", "").strip(), _answers("answers", answers))
 
 
 def read_judgments(path: str | os.PathLike) -> dict[str, set[str]]:
@@ -192,45 +169,40 @@ def read_judgments(path: str | os.PathLike) -> dict[str, set[str]]:
       ValueError: a line has other columns, or no passage is relevant.
     """
     judgments: dict[str, set[str]] = {}
-    columns = None
+    names: tuple[str, ...] = ()
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b"")):
             try:
                 text = line.removeprefix(BYTE_ORDER_MARK if number == 0 else b"").decode().strip()
                 if not text:
                     continue
-                if columns is None:
-                    columns, is_header = _judgment_columns(text)
+                if not names:
+                    names, is_header = _judgment_columns(text)
+                    query, passage = names.index("query"), names.index("passage")
+                    score = names.index("relevance") if "relevance" in names else None
                     if is_header:
                         continue
                 cells = text.split()
-                if len(cells) != columns.width:
+                if len(cells) != len(names):
                     raise ValueError(f"{len(cells)} column(s)")
-                relevance = 1.0 if columns.relevance is None else float(cells[columns.relevance])
+                relevance = 1.0 if score is None else float(cells[score])
                 if not math.isfinite(relevance):
                     raise ValueError(f"the relevance {cells[-1]}")
             except ValueError as error:
-                expected = "two to four columns" if columns is None else f"{columns.width} columns"
+                expected = f"{len(names)} columns" if names else "two to four columns"
                 raise ValueError(
                     f"expected {expected}, query id, passage id and relevance, in line {number + 1} of "
                     f"{os.fspath(path)}, got {error}"
                 ) from error
             if relevance > 0:
-                judgments.setdefault(cells[columns.query], set()).add(cells[columns.passage])
+                judgments.setdefault(cells[query], set()).add(cells[passage])
     if not judgments:
         raise ValueError(f"expected relevant passages in {os.fspath(path)}, got none")
     return judgments
 
 
-class _JudgmentColumns(NamedTuple):
-    query: int
-    passage: int
-    relevance: int | None
-    width: int
-
-
-def _judgment_columns(line: str) -> tuple[_JudgmentColumns, bool]:
-    """Tell the columns of judgments by the first line, and whether it has names.
+def _judgment_columns(line: str) -> tuple[tuple[str, ...], bool]:
+    """Name the columns of judgments by the first line, and tell whether it has names.
 
     Raises:
       ValueError: there are too few or too many columns, or a name in an unusual order is unknown.
@@ -238,20 +210,19 @@ def _judgment_columns(line: str) -> tuple[_JudgmentColumns, bool]:
     cells = line.split("\t")
     if not 2 <= len(cells) <= 4 or _is_number(cells[-1]):  # only names have spaces
         cells = line.split()
-    count, names = len(cells), [column_name(cell) for cell in cells]
-    if not 2 <= count <= 4:
+    count = len(cells)
+    if count not in _JUDGMENTS:
         comma = ", separated by commas; separate them by tabs" if "," in line or ";" in line else ""
         raise ValueError(f"{count} column(s){comma}")
-    usual = _JudgmentColumns(0, 2 if count == 4 else 1, None if count == 2 else count - 1, count)
-    query, passage, relevance = (find_column(names, x) for x in (_JUDGED_QUERIES, _JUDGED_PASSAGES, _RELEVANCES))
-    named = (query, passage) != (None, None)
-    if not (named if count == 2 else not _is_number(cells[-1])):
+    usual = _JUDGMENTS[count]
+    named = name_columns(cells, query=_JUDGED_QUERIES, passage=_JUDGED_PASSAGES, relevance=_RELEVANCES)
+    if not ({"query", "passage"} & {*named} if count == 2 else not _is_number(cells[-1])):
         return usual, False
-    if query in (None, usual.query) and passage in (None, usual.passage) and relevance in (None, usual.relevance):
+    if all(name in ("", expected) for name, expected in zip(named, usual, strict=True)):
         return usual, True
-    if query is None or passage is None or (count > 2 and relevance is None):
+    if {*usual} - {"", *named}:
         raise ValueError(f"the names {', '.join(cells)}; name the columns query-id, corpus-id and score")
-    return _JudgmentColumns(query, passage, relevance if count > 2 else None, count), True
+    return named, True
 
 
 def _is_number(cell: str) -> bool:

@@ -55,6 +55,7 @@ class RecordFile:
         if binary := next((name for name, magic in _BINARY.items() if re.match(magic, head)), None):
             raise ValueError(f"expected a text file in UTF-8, got {binary} in {self.path}; convert it")
         self.is_array = head.lstrip()[:1] == b"["
+        self.is_json = head.lstrip()[:1] in (b"[", b"{")
         self._starts, self._stops = _array_offsets(self.path) if self.is_array else _line_offsets(self.path)
         if not len(self):
             raise ValueError(f"expected records in {self.path}, got none")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from infcl_jax.data.sources.text_fields import (
     QUERY,
     TEXTS,
     Passage,
-    column_name,
-    find_column,
+    Rows,
     is_null,
     list_of,
+    name_columns,
     optional_field,
     passage_of,
     query_of,
@@ -158,26 +158,29 @@ class Corpus:
 
     def __init__(self, path: str | os.PathLike):
         self.name, self._records = os.fspath(path), RecordFile(path)
-        first = self._records[0]
-        self._json = first.lstrip()[:1] == b"{"
-        cells = [] if self._json else first.decode(errors="replace").split("\t")
-        names = [column_name(cell) for cell in cells]
-        self._columns = [find_column(names, known) for known in (TEXTS, ("title",), PASSAGE_IDS)]
-        if find_column(names[:1], PASSAGE_IDS) == 0:
-            self._columns[2] = 0
-        known = sum(column is not None for column in self._columns)
-        is_header = self._columns[2] == 0 or (known > 1 and not any(name.isdigit() for name in names))
-        self._header = names if is_header else []
-        if self._header and self._columns[0] is None:
+        self._rows = None if self._records.is_json else self._table(self._records[0].decode(errors="replace"))
+        self._first = int(self._rows is not None and self._rows.header)
+        if not len(self):
+            raise ValueError(f"expected passages in {self.name}, got only a header")
+
+    def _table(self, line: str) -> Rows:
+        """Tell the columns by the first line."""
+        cells = line.split("\t")
+        names = name_columns(cells, text=TEXTS, title=("title",), id=PASSAGE_IDS)
+        if "id" in name_columns(cells[:1], id=PASSAGE_IDS):
+            names = ("id", *("" if name == "id" else name for name in names[1:]))
+        is_number = any(re.sub(r"[\W_]", "", cell).isdigit() for cell in cells)
+        if names[0] != "id" and (is_number or len({*names} - {""}) < 2):
+            return Rows(("id", "text", "title"), "2 or 3 columns (id, text, title)", optional=1)
+        if "text" not in names:
             raise ValueError(
                 f"expected one of the columns {', '.join(TEXTS)} in line 1 of {self.name}, got "
                 f"{', '.join(cell.strip() for cell in cells)}"
             )
-        if not len(self):
-            raise ValueError(f"expected passages in {self.name}, got only a header")
+        return Rows(names, f"the {len(cells)} columns of the header", header=True, quoted=True)
 
     def __len__(self) -> int:
-        return len(self._records) - bool(self._header)
+        return len(self._records) - self._first
 
     def __getitem__(self, index: int) -> Passage:
         """Read a passage.
@@ -188,7 +191,7 @@ class Corpus:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
-        return self._passage(index, self._records[index + bool(self._header)])
+        return self._passage(index, self._records[index + self._first])
 
     def __iter__(self) -> Iterator[Passage]:
         """Read all passages in order.
@@ -196,26 +199,15 @@ class Corpus:
         Raises:
           ValueError: a record is damaged.
         """
-        for index, record in enumerate(self._records, -bool(self._header)):
+        for index, record in enumerate(self._records, -self._first):
             if index >= 0:
                 yield self._passage(index, record)
 
     def _passage(self, index: int, record: bytes) -> Passage:
         try:
-            if self._json:
+            if self._rows is None:
                 return passage_of("the record", parse_json(record, self.name))
-            return self._row(record.decode().rstrip("\r\n"))
-        except (ValueError, csv.Error) as error:
+            fields = self._rows.record(record)
+            return Passage(fields["text"], fields.get("title", ""), fields.get("id", ""))
+        except ValueError as error:
             raise ValueError(f"passage {index} of {self.name}: {error}") from error
-
-    def _row(self, line: str) -> Passage:
-        """Read a line of tab-separated columns."""
-        if not self._header:
-            fields = line.split("\t")
-            if len(fields) not in (2, 3):
-                raise ValueError(f"expected an id, a text and at most a title in a line, got {len(fields)} column(s)")
-            return Passage(fields[1], fields[2] if len(fields) > 2 else "", fields[0])
-        fields = next(csv.reader([line], delimiter="\t"))
-        if len(fields) != len(self._header):
-            raise ValueError(f"expected the {len(self._header)} columns of the header, got {len(fields)}")
-        return Passage(*("" if column is None else fields[column] for column in self._columns))

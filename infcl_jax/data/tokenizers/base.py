@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from infcl_jax.data.tokenizers.cleaning import check_cleaning, clean_text
-from infcl_jax.runtime.file_io import open_regular
+from infcl_jax.runtime.file_io import read_regular
 
 SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has, because both share a folder
 
@@ -29,15 +29,8 @@ _count_lock = threading.Lock()  # module-level, because a tokenizer with a lock 
 
 
 def read_vocabulary_file(path: Path) -> bytes:
-    """Read a vocabulary of at most 256 MiB.
-
-    Raises:
-      ValueError: the path names a larger file, or no regular file.
-    """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
-            raise ValueError(f"expected at most {_LARGEST_FILE >> 20} MiB of vocabulary in {path}, got more")
-        return file.read(_LARGEST_FILE)
+    """Read a vocabulary, see `infcl_jax.runtime.file_io.read_regular`."""
+    return read_regular(path, _LARGEST_FILE, "vocabulary")
 
 
 class Tokenizer(Protocol):

@@ -242,8 +242,8 @@ def test_corpora(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1\turl\ttitle\tbody", "passage 0 of .*corpus: expected an id, a text and at most a title"),
-        ("1", "passage 0 of .*corpus: expected an id, a text"),
+        ("1\turl\ttitle\tbody", "passage 0 of .*corpus: expected 2 or 3 columns \\(id, text, title\\), got 4"),
+        ("1", "passage 0 of .*corpus: expected 2 or 3 columns"),
         ('id\ttext\ttitle\n1\t"open\tT', "passage 0 of .*corpus: expected the 3 columns of the header, got 2"),
         ('{"_id": 1, "text": null}', "passage 0 of .*corpus: .*null in text"),
         ("id\turl\n1\ta", "expected one of the columns text, .* in line 1 of .*corpus, got id, url"),

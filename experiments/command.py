@@ -52,7 +52,7 @@ def chosen_config() -> RunConfig:
     """
     if _CONFIG.value is None:
         raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
-    return make_config(_CONFIG.value)
+    return make_config(_CONFIG.value.to_dict())  # raises the error of a file that cannot be loaded
 
 
 def resolved_config() -> RunConfig:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 import os
 import types
 from collections.abc import Collection, Sequence
@@ -117,8 +116,8 @@ class Setting:
         if not is_a(converted, self.type):
             expected = f"{self.name} to be {type_name(self.base_type)}"
         else:
-            several = isinstance(value, tuple | list)
-            entries = value if several else (value,) if value is not None else ()
+            several = isinstance(converted, tuple)
+            entries = converted if several else (converted,) if converted is not None else ()
             if self.values is None or all(entry in self.values for entry in entries):
                 return float(converted) if self.base_type is float and value is not None else converted
             choice = self.values if isinstance(self.values, Range) else f"to be one of {tuple(self.values)}"
@@ -147,15 +146,13 @@ def setting(
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """Return a value in a type that means the same."""
+    """Return a value in the type of a setting, if one means the same."""
     if isinstance(value, tuple | list):
         return tuple(_converted(entry, None) for entry in value)
     if isinstance(value, os.PathLike) and kind is str:
         return os.fspath(value)
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)  # of NumPy too
-    if isinstance(value, np.floating):
-        value = float(value)
+    if isinstance(value, np.integer | np.floating):
+        value = value.item()
     return as_integer(value) if kind is int else value
 
 

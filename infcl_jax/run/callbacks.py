@@ -1,7 +1,8 @@
 """Hooks of a training run for code of the user."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
@@ -86,6 +87,14 @@ class Callback:
         """
 
 
+def _on_each(name: str) -> Callable[..., None]:
+    def call(self: "Callbacks", *args: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, name)(*args)
+
+    return call
+
+
 class Callbacks(Callback):
     """Callbacks called one after the other."""
 
@@ -105,32 +114,5 @@ class Callbacks(Callback):
                 raise ValueError(f"expected callbacks that are objects of infcl_jax.Callback, got {callback!r}")
         self._callbacks = tuple(callbacks)
 
-    def on_start(self, config: RunConfig, workdir: Path, step: int) -> None:
-        """Call `on_start` of each callback."""
-        for callback in self._callbacks:
-            callback.on_start(config, workdir, step)
-
-    def on_chance(self, levels: Mapping[str, float]) -> None:
-        """Call `on_chance` of each callback."""
-        for callback in self._callbacks:
-            callback.on_chance(levels)
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call `on_step` of each callback."""
-        for callback in self._callbacks:
-            callback.on_step(step, metrics)
-
-    def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Call `on_evaluation` of each callback."""
-        for callback in self._callbacks:
-            callback.on_evaluation(step, results)
-
-    def on_checkpoint(self, step: int, path: epath.Path) -> None:
-        """Call `on_checkpoint` of each callback."""
-        for callback in self._callbacks:
-            callback.on_checkpoint(step, path)
-
-    def on_end(self, step: int, results: Mapping[str, float]) -> None:
-        """Call `on_end` of each callback."""
-        for callback in self._callbacks:
-            callback.on_end(step, results)
+    on_start, on_chance, on_step = map(_on_each, ("on_start", "on_chance", "on_step"))
+    on_evaluation, on_checkpoint, on_end = map(_on_each, ("on_evaluation", "on_checkpoint", "on_end"))

@@ -1,8 +1,10 @@
 """Training of a run: what `infcl_jax.train` and `experiments.train` call."""
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
+from infcl_jax.run.batches import Batches
 from infcl_jax.run.build import Run, build_run, recorded_config
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.devices import start_devices
@@ -28,14 +31,7 @@ from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import fail, failures
 from infcl_jax.runtime.processes import is_lead
-from infcl_jax.settings import (
-    AnyConfig,
-    RunConfig,
-    check_config,
-    format_changes,
-    make_config,
-    name_changes,
-)
+from infcl_jax.settings import AnyConfig, RunConfig, check_config, format_changes, make_config, name_changes
 from infcl_jax.training import (
     Checkpointer,
     DataWait,
@@ -121,192 +117,255 @@ def _train(config: RunConfig, workdir: str | Path, preemption: Preemption, callb
     mesh = start_devices(config, workdir)
     preemption.joined()
     with RunConsole(lead=is_lead()) as console, rare_garbage_collection():
-        return _train_on(mesh, config, workdir, preemption, callbacks, console)
+        workdir, outputs = prepare_workdir(workdir), Outputs()
+        checkpointer = Checkpointer(
+            workdir,
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            resume=config.resume,
+            max_failed_saves=config.max_failed_saves,
+        )
+        with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
+            training = Training(workdir, console, outputs, checkpoints, preemption, callbacks)
+            run, data, results, changed = training.train(config, mesh)
+        training.conclude(run, data, results, changed)
+        return results
 
 
-def _train_on(
-    mesh: Mesh,
-    config: RunConfig,
-    workdir: str | Path,
-    preemption: Preemption,
-    callbacks: Callback,
-    console: RunConsole,
-) -> dict[str, float]:
-    """Train all steps of the run on a mesh; see `train`."""
-    workdir = prepare_workdir(workdir)
-    memory_limit = device_memory_limit()
-    outputs = Outputs()
-    checkpointer = Checkpointer(
-        workdir,
-        keep=config.keep_checkpoints,
-        keep_every=config.keep_every,
-        keep_best=config.keep_best,
-        resume=config.resume,
-        max_failed_saves=config.max_failed_saves,
-    )
-    with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
-        with contextlib.ExitStack() as log:
-            log.callback(console.open_log, workdir, outputs)  # also for an error of the next lines
-            console.doing("checking the checkpoints")
-            origin = checkpoints.origin()
-            recorded = None if origin is None else recorded_config(origin)
-            finished = recorded is not None and recorded.total_steps == checkpoints.latest_step()
-            if finished:
-                log.pop_all()  # opened below if the run is longer now
-        resumed, own = origin is not None, str(origin) == str(workdir.absolute())
-        if is_lead() and not finished:
-            check_writers(config.writers)  # before hours of preparation
-        built = build_run(config, mesh, origin=origin, check=preemption.check, doing=console.doing)
-        config, source, changed = built.config, built.source, built.changed
-        tokenizer, suite, step_fn = built.tokenizer, built.suite, built.step
-        batch, ends = built.batch_shapes(), (checkpoints.latest_step() or 0) >= config.total_steps
-        compiled = None if batch is None or ends else compile_ahead(step_fn, built.init.shapes, batch)
-        state = built.init.create()
-        if not resumed:
-            state = built.initialized(state)
-        console.doing("restoring the checkpoint" if resumed else "preparing the model")
-        with name_changes(changed):  # adds the changed settings to an error of shapes
-            state = checkpoints.restore_latest(state)
-        start = int(state.step)
-        if start > config.total_steps:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Training:
+    """Training of a run in this process.
+
+    Attributes:
+      workdir: directory of the run, which this process has locked.
+      console: console of the run.
+      outputs: handling of files that cannot be written.
+      checkpoints: reader and writer of checkpoints.
+      preemption: stop requests.
+      callbacks: hooks of the user.
+    """
+
+    workdir: Path
+    console: RunConsole
+    outputs: Outputs
+    checkpoints: Checkpointer
+    preemption: Preemption
+    callbacks: Callback
+
+    def train(self, config: RunConfig, mesh: Mesh) -> tuple[Run, TrainIterator, dict[str, float], bool]:
+        """Train all steps of the run.
+
+        Returns:
+          The run, its data, which is closed, the results of the final evaluation, and whether files of the run have
+          changed.
+        """
+        memory_limit = device_memory_limit()
+        origin = self.origin(config)
+        run = build_run(config, mesh, origin=origin, check=self.preemption.check, doing=self.console.doing)
+        compiled = self.compile_ahead(run)
+        state = self.state(run)
+        start, total = int(state.step), run.config.total_steps
+        if start > total:
             raise ValueError(
-                f"expected total_steps >= {start}, which the run in {workdir} has reached, got {config.total_steps}; "
+                f"expected total_steps >= {start}, which the run in {self.workdir} has reached, got {total}; "
                 "train longer, or choose another --workdir"
             )
-        trains = start < config.total_steps
+        trains = start < total
         # No file of a finished run changes, except for the results of an evaluation that did not end.
-        completes = not trains and own and recorded is not None and evaluates(recorded)
-        completes = completes and not is_evaluated(workdir, start)
+        completes = not trains and self.owns(run) and run.recorded is not None and evaluates(run.recorded)
+        completes = completes and not is_evaluated(self.workdir, start)
         if trains or completes:
-            console.open_log(workdir, outputs)
-        console.doing("preparing the data")
-        identity, position = dataset_identity(source), checkpoints.position()
+            self.console.open_log(self.workdir, self.outputs)
+        with contextlib.closing(self.data(run, state, trains)) as data:
+            if trains and not self.owns(run):
+                self.copy_inputs(run)
+            memory = self.step_memory(run, compiled, memory_limit)
+            if trains:
+                self.record_start(start, memory, memory_limit)
+            announce(run, state, self.workdir, memory, data)
+            if not trains:
+                ending = "only exported/ is written" if run.config.export else "nothing is written"
+                ending = "its last evaluation is completed" if completes else ending
+                say(f"the run has all of its {start} steps: {ending}")
+            with explained_out_of_memory(run, memory_limit):
+                results = self.loop(run, state, data, trains=trains, completes=completes)
+        return run, data, results, trains or completes
+
+    def origin(self, config: RunConfig) -> Path | None:
+        """Open the log, unless the run is finished, and return the directory of the run to continue, if any."""
+        finished = False
+        try:
+            self.console.doing("checking the checkpoints")
+            origin = self.checkpoints.origin()
+            recorded = None if origin is None else recorded_config(origin)
+            finished = recorded is not None and recorded.total_steps == self.checkpoints.latest_step()
+        finally:
+            if not finished:  # also for an error; the log of a finished run is opened if the run is longer now
+                self.console.open_log(self.workdir, self.outputs)
+        if is_lead() and not finished:
+            check_writers(config.writers)  # before hours of preparation
+        return origin
+
+    def owns(self, run: Run) -> bool:
+        """Return whether the work directory has the checkpoint from which the run continues."""
+        return str(run.origin) == str(self.workdir.absolute())
+
+    def compile_ahead(self, run: Run) -> Future[jax.stages.Compiled] | None:
+        """Start to compile the training step; None if its batch is unknown, or the run has no steps left."""
+        batch = run.batch_shapes()
+        if batch is None or (self.checkpoints.latest_step() or 0) >= run.config.total_steps:
+            return None
+        return compile_ahead(run.step, run.init.shapes, batch)
+
+    def state(self, run: Run) -> TrainState:
+        """Restore the state of the latest checkpoint, or initialize that of a new run."""
+        state = run.init.create()
+        if run.origin is None:
+            state = run.initialized(state)
+        else:
+            self.console.doing("restoring the checkpoint")
+        with name_changes(run.changed):  # adds the changed settings to an error of shapes
+            return self.checkpoints.restore_latest(state)
+
+    def data(self, run: Run, state: TrainState, trains: bool) -> TrainIterator:
+        """Open the training data at the position of the checkpoint, and start to read unless the run is finished."""
+        self.console.doing("preparing the data")
+        identity, position, recorded = dataset_identity(run.source), self.checkpoints.position(), run.recorded
         resized = position is not None and check_same_data(
             position,
             identity,
-            str(origin),
-            forked=not own,
+            str(run.origin),
+            forked=not self.owns(run),
             moved=recorded is not None
-            and not (same_place(recorded.dataset, config.dataset) and "split" not in changed),
+            and not (same_place(recorded.dataset, run.config.dataset) and "split" not in run.changed),
             indexed=state.samples is not None,
         )
-        data = built.training_data(workdir, state if trains else None, say)
+        data = run.training_data(self.workdir, state if trains else None, say)
         data.dataset = identity
         if position is not None:
             data.set_state(data.get_state() | {"next_batch": position["next_batch"]} if resized else position)
-        if config.grad_cache.residency != "replay" and trains:
+        if run.config.grad_cache.residency != "replay" and trains:
             data.start_prefetch()  # the readers start during the rest of the preparation
-        if trains and not own and is_lead():
-            # A copy, because the files that `config.tokenizer` names may move or change.
-            folder = workdir / TOKENIZER_FOLDER
-            outputs.attempt(folder, lambda: tokenizer.save(folder))
-            outputs.attempt(workdir / MODEL_FILE, lambda: save_base_model(config, workdir))
-        memory = None
-        if compiled is not None:
-            console.doing("compiling the training step")
-            with explained_out_of_memory(built, memory_limit):
-                memory = StepMemory.of(compiled.result(), memory_limit)
-        if trains:
-            components = {} if memory is None else memory.components
-            outputs.attempt(workdir / ENVIRONMENT_FILE, lambda: record_start(workdir, start, components, memory_limit))
-        announce(config, mesh, state, workdir, memory, data)
-        for line in format_changes(changed):
-            say(line)
-        if not trains:
-            ending = "only exported/ is written" if config.export else "nothing is written"
-            ending = "its last evaluation is completed" if completes else ending
-            say(f"the run has all of its {start} steps: {ending}")
+        return data
+
+    def copy_inputs(self, run: Run) -> None:
+        """Copy the tokenizer and the model configuration, whose files may move or change, to the work directory."""
+        if is_lead():
+            folder = self.workdir / TOKENIZER_FOLDER
+            self.outputs.attempt(folder, lambda: run.tokenizer.save(folder))
+            self.outputs.attempt(self.workdir / MODEL_FILE, lambda: save_base_model(run.config, self.workdir))
+
+    def step_memory(
+        self, run: Run, compiled: Future[jax.stages.Compiled] | None, limit: int | None
+    ) -> StepMemory | None:
+        """Wait for the compiled training step and return its memory; None without one."""
+        if compiled is None:
+            return None
+        self.console.doing("compiling the training step")
+        with explained_out_of_memory(run, limit):
+            return StepMemory.of(compiled.result(), limit)
+
+    def record_start(self, step: int, memory: StepMemory | None, limit: int | None) -> None:
+        """Append the start to `environment.json`."""
+        components = {} if memory is None else memory.components
+        path = self.workdir / ENVIRONMENT_FILE
+        self.outputs.attempt(path, lambda: record_start(self.workdir, step, components, limit))
+
+    def loop(
+        self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, completes: bool
+    ) -> dict[str, float]:
+        """Run the steps that are left, or evaluate a finished run; return the results of the last evaluation."""
+        config, start, lead = run.config, int(state.step), is_lead()
         writer = MetricWriter(
-            workdir,
+            self.workdir,
             writers=config.writers,
-            lead=is_lead() and (trains or completes),
+            lead=lead and (trains or completes),
             resume_step=start,
-            outputs=outputs,
+            outputs=self.outputs,
             settings=config.to_dict(),
         )
-        profile = Profile(config.profile, workdir, lead=is_lead() and trains)
+        profile = Profile(config.profile, self.workdir, lead=lead and trains)
         safeguards = Safeguards(
             config.on_nonfinite,
             limit=config.max_skipped,
-            workdir=workdir,
+            workdir=self.workdir,
             start=start,
             batch_indices=data.batch_indices,
-            lead=is_lead(),
-            outputs=outputs,
+            lead=lead,
+            outputs=self.outputs,
         )
-        data_wait, closing = DataWait(start), contextlib.closing
-        with writer, closing(data), closing(safeguards), data_wait, profile, rare_garbage_collection():
+        wait = DataWait(start)
+        with writer, contextlib.closing(safeguards), wait, profile, rare_garbage_collection():
+            batches = Batches(run, data, wait, self.console, LostWorkers(self.workdir, self.outputs))
             loop = TrainLoop(
-                config,
-                workdir,
-                mesh,
-                data,
-                data_wait,
-                suite,
-                step_fn,
-                checkpoints,
+                run,
+                self.workdir,
+                start,
+                batches,
+                self.checkpoints,
                 writer,
-                preemption,
+                self.preemption,
                 safeguards,
-                outputs,
-                LostWorkers(workdir, outputs),
-                callbacks,
-                console=console,
-                utilization=built.utilization,
-                profile=profile,
+                self.outputs,
+                self.callbacks,
+                self.console,
+                profile,
             )
-            callbacks.on_chance(suite.chance)
-            callbacks.on_start(config, workdir, start)
-            console.doing("reading the first batch" if trains else "evaluation")
+            self.callbacks.on_chance(run.suite.chance)
+            self.callbacks.on_start(config, self.workdir, start)
+            self.console.doing("reading the first batch" if trains else "evaluation")
             try:
-                with explained_out_of_memory(built, memory_limit):
-                    results = loop.fit(state, start) if trains else loop.finish(state, completes)
+                return loop.fit(state) if trains else loop.finish(state, completes)
             except WorkerLost as error:
-                first = data.get_state()["next_batch"] + 1
-                last = min(first + data.batches_ahead(error), config.total_steps)
-                end = loop.lost_workers.end(error, first, last)
+                end = batches.end(error)
                 fail(end)
                 raise end from None
-    if truncated := tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
-        say(f"truncated {truncated} captions to {tokenizer.context_length} tokens")
-    if left_out := int(data.stats().get(LEFT_OUT, 0)):
-        say(f"left out {left_out} hard negatives that are positives of their own query")
-    if trains or completes:
-        outputs.attempt(workdir / CURVES_FILE, lambda: save_curves(workdir, suite))
-    if not results:
-        say_results(config.total_steps, results)
-    if bad_records := data.bad_records.summary():
-        say(bad_records)
-    outputs.retry()
-    if unwritten := outputs.summary():
-        say(f"warning: {unwritten}")
-    callbacks.on_end(config.total_steps, results)
-    return results
+
+    def conclude(self, run: Run, data: TrainIterator, results: dict[str, float], changed: bool) -> None:
+        """Plot the curves and say how the run has ended; `train` returns the arguments."""
+        if truncated := run.tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
+            say(f"truncated {truncated} captions to {run.tokenizer.context_length} tokens")
+        if left_out := int(data.stats().get(LEFT_OUT, 0)):
+            say(f"left out {left_out} hard negatives that are positives of their own query")
+        if changed:
+            self.outputs.attempt(self.workdir / CURVES_FILE, lambda: save_curves(self.workdir, run.suite))
+        if not results:
+            say_results(run.config.total_steps, results)
+        if bad_records := data.bad_records.summary():
+            say(bad_records)
+        self.outputs.retry()
+        if unwritten := self.outputs.summary():
+            say(f"warning: {unwritten}")
+        self.callbacks.on_end(run.config.total_steps, results)
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(run: Run, memory_limit: int | None) -> Iterator[None]:
-    """Raise `OutOfMemory`, which says what fits, if the device runs out of memory."""
+def explained_out_of_memory(run: Run, limit: int | None) -> Iterator[None]:
+    """Raise `OutOfMemory`, which says what fits, if a device runs out of memory.
+
+    Args:
+      run: parts of the run.
+      limit: bytes that JAX may use on a device; None if unknown.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        from infcl_jax.planner import explain_out_of_memory, plan_memory
+        from infcl_jax.planner import explain_out_of_memory, plan_memory  # training plans nothing otherwise
 
-        raise explain_out_of_memory(error, plan_memory(run.workload, memory_limit, exact=True)) from error
+        raise explain_out_of_memory(error, plan_memory(run.workload, limit, exact=True)) from error
 
 
-def announce(
-    config: RunConfig, mesh: Mesh, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator
-) -> None:
-    """Print a summary of the run, the memory of its compiled step and how it reads data."""
-    platform = mesh.devices.flat[0].platform
+def announce(run: Run, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator) -> None:
+    """Print a summary of the run, the memory of its compiled step, how it reads data, and its changed settings."""
+    config, devices = run.config, run.mesh.devices.flat
     parameters = f"{parameter_count(state.params) / 1e6:.1f} M parameters"
     if state.frozen:
         parameters += f" ({parameter_count(state.trained) / 1e6:.1f} M trained)"
     say(
-        f"{config.model or config.init.model}, {parameters}, on {mesh.size} {platform} device(s), "
+        f"{config.model or config.init.model}, {parameters}, on {run.mesh.size} {devices[0].platform} device(s), "
         f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
     )
     if memory is not None:
@@ -314,3 +373,5 @@ def announce(
     say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
     if int(state.step):
         say(f"resumed from step {int(state.step)} in {workdir}")
+    for line in format_changes(run.changed):
+        say(line)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from infcl_jax.runtime.file_io import open_writable
+from infcl_jax.runtime.file_io import LINES_BYTES, open_writable, read_regular
 from infcl_jax.runtime.printable import printable
 
 # Bytes of lines that wait in memory, some 50,000 lines of metrics.
@@ -251,6 +251,26 @@ class AppendFile:
                 os.close(descriptor)
             except OSError as error:  # network file systems report a full disk here
                 self._outputs.attempt(self._path, functools.partial(_raise, error))
+
+
+def lines_until(path: Path, step: int | None, step_of: Callable[[bytes], int]) -> list[bytes]:
+    """Read the whole lines of a file up to a step, which a resumed run keeps.
+
+    Args:
+      path: file; a missing one has no lines.
+      step: last step to keep; None: all.
+      step_of: function from a line to its step. An error that it raises for a damaged line ends the lines.
+    """
+    lines = []
+    for line in read_regular(path, LINES_BYTES).splitlines(keepends=True) if path.is_file() else ():
+        try:
+            number = step_of(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            break
+        if not line.endswith(b"\n") or (step is not None and number > step):
+            break
+        lines.append(line)
+    return lines
 
 
 def _raise(error: OSError) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -49,17 +48,14 @@ class Pauses:
 
     def left(self, step: int) -> dict[str, int]:
         """Count the evaluations and checkpoints left when a step has finished, its own included."""
-        saving = [self.checkpoint_every, *([self.eval_every] if self.saves_evaluated and self.evaluates else [])]
-        evaluations = self._count(step, [self.eval_every]) if self.evaluates else 0
-        return {"evaluation": evaluations, "checkpoint": self._count(step, saving)}
+        evaluated, saved = self._multiples(step, self.eval_every), self._multiples(step, self.checkpoint_every)
+        if not self.evaluates:
+            return {"evaluation": 0, "checkpoint": len(saved)}
+        return {"evaluation": len(evaluated), "checkpoint": len(saved | evaluated if self.saves_evaluated else saved)}
 
-    def _count(self, step: int, intervals: list[int]) -> int:
-        """Count the steps from `step` on that are last or a multiple of an interval."""
-        used = [every for every in intervals if every]
-        if len(used) == 2:  # inclusion and exclusion
-            return sum(self._count(step, [every]) for every in used) - self._count(step, [math.lcm(*used)])
-        before_last = sum((self.total_steps - 1) // every - (step - 1) // every for every in used)
-        return before_last + 1
+    def _multiples(self, step: int, every: int) -> set[int]:
+        """Return the steps from `step` on that are the last one or a multiple of an interval."""
+        return {self.total_steps, *(range(-(-step // every) * every, self.total_steps, every) if every else ())}
 
 
 class TrainProgress:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.runtime.file_io import LINES_BYTES, read_regular
-from infcl_jax.runtime.outputs import AppendFile, Outputs, print_line
+from infcl_jax.runtime.outputs import AppendFile, Outputs, lines_until, print_line
 from infcl_jax.training.nonfinite import check_finite, nonfinite_message, nonfinite_stages
 
 SKIPPED_FILE = "skipped_batches.jsonl"
@@ -70,7 +69,7 @@ class Safeguards:
         self._file: AppendFile | None = None
         if reaction == "skip" and lead:
             path = Path(workdir) / SKIPPED_FILE
-            lines = _lines_until(path, start)
+            lines = lines_until(path, start, lambda line: int(json.loads(line)["step"]))
             self._skipped = len(lines)
             self._file = AppendFile(path, outputs or Outputs(), keep=sum(map(len, lines)))
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
@@ -139,19 +138,3 @@ class Safeguards:
                         f"{len(self._losses)} steps"
                     )
         self._losses.append(loss)
-
-
-def _lines_until(path: Path, step: int) -> list[bytes]:
-    """Read the lines of skipped steps up to a step.
-
-    A truncated line ends them.
-    """
-    lines = []
-    for raw in read_regular(path, LINES_BYTES).splitlines(keepends=True) if path.is_file() else ():
-        try:
-            if not raw.endswith(b"\n") or json.loads(raw)["step"] > step:
-                break
-        except (ValueError, KeyError, TypeError, RecursionError):
-            break
-        lines.append(raw)
-    return lines

@@ -5,15 +5,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.runtime.file_io import LINES_BYTES, read_regular
-from infcl_jax.runtime.outputs import AppendFile, Outputs
+from infcl_jax.runtime.outputs import AppendFile, Outputs, lines_until
 from infcl_jax.training.tensorboard import EventFile
 from infcl_jax.training.wandb_run import WandbRun, check_login
 
@@ -85,7 +83,7 @@ class CsvFile:
     def __init__(self, target: Target) -> None:
         """Open the file; drop a truncated last row and the rows after `resume_step`."""
         path = target.workdir / CSV_FILE
-        keep = _rows_until(path, target.resume_step) if path.is_file() else None
+        keep = sum(map(len, lines_until(path, target.resume_step, _step)))
         self._file = AppendFile(path, target.outputs, keep=keep, header=_rows([_COLUMNS]))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -145,13 +143,7 @@ def _rows(rows: list[tuple[Any, ...]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _rows_until(path: str | os.PathLike[str], step: int | None) -> int:
-    """Count the bytes of the header and the whole rows up to a step."""
-    count = 0
-    for number, row in enumerate(read_regular(path, LINES_BYTES).splitlines(keepends=True)):
-        first = row.split(b",", 1)[0]
-        valid = row.endswith(b"\n") and (number == 0 or (first.isdigit() and len(first) < 20))
-        if not valid or (number and step is not None and int(first) > step):
-            break
-        count += len(row)
-    return count
+def _step(row: bytes) -> int:
+    """Return the step of a row; -1 for the header."""
+    first = row.split(b",", 1)[0]
+    return -1 if first == b"step" else int(first)

@@ -20,11 +20,13 @@ from infcl_jax import Callback, train
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.run import loop
+from infcl_jax.run import batches, loop
 from infcl_jax.run import train as run_train
+from infcl_jax.run.batches import Batches
 from infcl_jax.run.loop import TrainLoop
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.mesh import data_mesh
+from infcl_jax.settings import make_config
 from infcl_jax.training import LOG_FILE, METRICS_FILE, Checkpointer, DataWait, Safeguards, WorkdirLock, read_metrics
 
 TRAIN = "experiments.train"
@@ -96,7 +98,7 @@ def finished(tmp_path_factory):
 
 @pytest.mark.parametrize(("says", "kind"), [("RESOURCE_EXHAUSTED: 1 GiB", OutOfMemory), ("INTERNAL: x", RuntimeError)])
 def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
-    def fit(self, state, start):
+    def fit(self, state):
         raise jax.errors.JaxRuntimeError(says)
 
     monkeypatch.setattr(TrainLoop, "fit", fit)
@@ -270,6 +272,19 @@ def test_a_run_cannot_end_before_the_step_it_has_reached(finished, uninterrupted
     assert history(finished) == uninterrupted
 
 
+def parts(config, **others):
+    """Stands in for `infcl_jax.run.build.Run`."""
+    task = SimpleNamespace(unit="images")
+    return SimpleNamespace(
+        config=make_config(config),
+        mesh=data_mesh(),
+        task=task,
+        utilization=lambda rate: None,
+        next_batch=next,
+        **others,
+    )
+
+
 class Recorder:
     """Stands in for everything around the loop, and notes what happens."""
 
@@ -324,11 +339,11 @@ class Recorder:
         """The events of a run of six steps, after `start`."""
         self.last = stop_at
         every = {"total_steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 2}
-        with DataWait() as data_wait:
-            arguments = Data(), data_wait, self.suite, self.step, self, self, self
+        run = parts(runs.config(**every), step=self.step, suite=self.suite)
+        with DataWait() as wait:
             guards = {"callbacks": callback or Callback()} | guards
-            train_loop = TrainLoop(runs.config(**every), workdir, data_mesh(), *arguments, **guards)
-            assert train_loop.fit(State(start), start) == {"zero_shot/top1": 0.5}
+            train_loop = TrainLoop(run, workdir, start, Batches(run, Data(), wait), self, self, self, **guards)
+            assert train_loop.fit(State(start)) == {"zero_shot/top1": 0.5}
         return self.events
 
 
@@ -365,7 +380,7 @@ def recorder(monkeypatch):
 
 def test_bad_records_of_all_processes_are_recorded(recorder, monkeypatch):
     """Another process reads record 7, which is known from the first checkpoint on."""
-    monkeypatch.setattr(loop, "union", lambda indices: [*indices, 7])
+    monkeypatch.setattr(batches, "union", lambda indices: [*indices, 7])
     recorder.run(0)
     assert [line["data/bad_records/photos"] for line in recorder.metrics if "loss" in line] == [1, 1, 1]
 
@@ -417,11 +432,10 @@ def test_a_skipped_step_is_counted_and_the_run_goes_on(recorder, tmp_path):
     ],
 )
 def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, residency, fraction, advised):
-    config = runs.config(**{"grad_cache.residency": residency})
-    data_wait = SimpleNamespace(take=lambda steps: (waited, total))
-    loop = TrainLoop(config, None, None, Data(), data_wait, *[None] * 5)
+    config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.residency": residency})
+    waiting = Batches(parts(config), Data(), SimpleNamespace(take=lambda steps: (waited, total)))
     expected = {} if fraction is None else {"data/wait_fraction": fraction}
-    assert [loop.take_data_wait(steps) for steps in (1, 2)] == [expected] * 2
+    assert [waiting.waits(steps) for steps in (1, 2)] == [expected] * 2
     line = "waiting for data: 12 % of the time, decode-bound; try num_workers=8\n"
     assert capsys.readouterr().out == line * advised
 

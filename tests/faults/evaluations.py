@@ -23,7 +23,7 @@ from etils import epath
 
 import infcl_jax
 from infcl_jax.evaluation import Suite
-from infcl_jax.run.loop import TrainLoop
+from infcl_jax.run.batches import Batches
 from infcl_jax.training import Checkpointer, MetricWriter
 from infcl_jax.training.manifest import read_results
 from tests import captioned, runs
@@ -238,17 +238,17 @@ def start_killed(run: Run, name: str) -> tuple[int, str | None]:
 @contextlib.contextmanager
 def count_batches() -> Iterator[list[int]]:
     """Count the batches of the training loop."""
-    following, steps = TrainLoop.next_batch, []
+    following, steps = Batches.next, []
 
     def counted(self):
         steps.append(1)
         return following(self)
 
-    TrainLoop.next_batch = counted
+    Batches.next = counted
     try:
         yield steps
     finally:
-        TrainLoop.next_batch = following
+        Batches.next = following
 
 
 def kill_at(name: str, workdir: Path) -> None:

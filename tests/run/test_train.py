@@ -19,6 +19,7 @@ from infcl_jax.data import SOURCES, load_source
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run import training_data
+from infcl_jax.run.batches import Batches
 from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.loop import TrainLoop
 from infcl_jax.run.lost_workers import LOST_WORKERS_FILE
@@ -121,7 +122,7 @@ def test_another_run_in_the_workdir_is_named(monkeypatch, tmp_path, capsys):
 def test_a_save_that_fails_too_does_not_hide_the_first_failure(error, capsys):
     data = SimpleNamespace(bad_records=BadRecords(SimpleNamespace(name="photos", split="train"), limit=9))
     checkpoints = SimpleNamespace(save=lambda *_: (_ for _ in ()).throw(error))
-    loop = TrainLoop(None, None, None, data, None, None, None, checkpoints, None, None)
+    loop = TrainLoop(None, None, 0, Batches(None, data, None), checkpoints, None, None)
     with pytest.raises(KeyError, match="first") as caught, keep_step(3, lambda: loop.saved(3, None)):
         raise KeyError("first")
     assert caught.value.__notes__ == [

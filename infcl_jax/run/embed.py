@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from infcl_jax.data import BadRecordError, Source, eval_batches
 from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
@@ -29,7 +28,7 @@ from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_ro
 from infcl_jax.inference.encoder import Encoder
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.file_io import read_json, replace_text
-from infcl_jax.runtime.processes import is_lead, local_processes
+from infcl_jax.runtime.processes import gather, is_lead, local_processes
 from infcl_jax.runtime.progress import Progress
 
 _SHARD_BATCHES = 16  # batches between two writes, which a killed command repeats
@@ -86,7 +85,7 @@ def embed(
     shards = [folder / f"{number:06d}.safetensors" for number in range(-(-len(source) // shard_rows))]
     done = _finished(output, folder, shards, _identity(encoder, source, captions, shard_rows))
     bad = sum(shard_counts(shard)["bad"] for shard in shards[:done]) if is_lead() else 0
-    bad = int(multihost_utils.broadcast_one_to_all(np.int32(bad)))
+    bad = gather(bad)[0]
     limit = bad_record_limit(max_bad_records, source)
     local = local_processes()
     batches = eval_batches(
@@ -209,7 +208,7 @@ def _finished(output: Path, folder: Path, shards: list[Path], identity: dict[str
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(manifest, json.dumps(identity, indent=2))
         done = sum(1 for _ in itertools.takewhile(Path.exists, shards))
-    done = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if error else done)))
+    done = gather(-1 if error else done)[0]
     if done < 0:
         raise ValueError(error or "the lead process refused the output; see its error")
     if done:

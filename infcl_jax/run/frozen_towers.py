@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
-from jax.experimental import multihost_utils
 
 from infcl_jax.data import FeatureStore, Source, TowerInput, cache_features, feature_key
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models import CLIP, TOWERS
 from infcl_jax.runtime.mesh import to_host
-from infcl_jax.runtime.processes import local_processes
+from infcl_jax.runtime.processes import gather, local_processes
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 
 _FOLDER = "features"  # in the work directory
@@ -80,8 +79,8 @@ class FeatureCache:
                 say=self.say,
             )
             self.say(f"features of the {owner} {name} tower: {len(self.source)} samples in {stores[name].folder}")
-        if stores and jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"cached features of the {owner} towers")
+        if stores:
+            gather(None)  # once all processes have written their share
         return stores
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-_DAY = 86_400.0  # seconds that a process may be late, as after a long save; a lost one ends the run earlier
+_WEEK = 7 * 86_400.0  # seconds that a process may be late, as after caching features; a lost one ends the run earlier
 
 
 class Channel:
@@ -40,7 +40,7 @@ class Channel:
         pairs = self._client.key_value_dir_get(_folder(topic))
         return dict(sorted((int(key.rsplit("/", 1)[1]), text) for key, text in pairs))
 
-    def gather(self, text: str, seconds: float = _DAY) -> list[str]:
+    def gather(self, text: str, seconds: float = _WEEK) -> list[str]:
         """Return the texts of all processes by rank.
 
         All processes must call it at the same places of the program.

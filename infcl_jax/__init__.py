@@ -105,13 +105,14 @@ _NAMES = {
     "verification": ("verify",),
 }
 _SOURCES = {name: module for module, names in _NAMES.items() for name in names}
+_PACKAGES = ("grad_cache", "losses", "ops")  # further ones that `import infcl_jax` alone makes available
 _SUBMODULES = {"exit_codes": "runtime.exit_codes", "notebook": "run.notebook"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _SOURCES:
         return getattr(importlib.import_module(f"{__name__}.{_SOURCES[name]}"), name)
-    if name in __all__:
+    if name in __all__ or name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{_SUBMODULES.get(name, name)}")
     if name == "__version__":
         return _version()
@@ -119,7 +120,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__, *_PACKAGES, "__version__"})
 
 
 def _version() -> str:

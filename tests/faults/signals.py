@@ -119,13 +119,13 @@ def run_case(case: Case, workdir: Path) -> Outcome:
 
 
 def _handles_signals(process) -> bool:
-    """Return whether a process has installed its handlers."""
+    """Return whether the run of a process has installed its handlers; only these catch SIGQUIT."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except OSError:
         return False
     caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), 16)
-    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+    return bool(caught >> (signal.SIGQUIT - 1) & 1)
 
 
 def run(count: int, seed: int = 0) -> list[Outcome]:

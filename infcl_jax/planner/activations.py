@@ -49,35 +49,22 @@ class Linear(NamedTuple):
         return self.fixed + self.per_row * rows if rows else 0
 
 
-class Measured(NamedTuple):
-    """Bytes that a trace measures for each number of rows."""
-
-    measure: Callable[[int], tuple[int, int]]
-    number: int  # of the two measured values
-
-    def __call__(self, rows: int) -> int:
-        """Bytes for `rows` rows; 0 for none."""
-        return self.measure(rows)[self.number] if rows else 0
-
-
 @dataclasses.dataclass(frozen=True)
 class EncoderMemory:
     """Memory of one encoder in bytes, as functions of the rows.
 
-    Parameters, inputs and gradients of the parameters are excluded. The encoder is traced when a function is first
-    read, on the device of that moment.
+    Parameters, inputs and gradients of the parameters are excluded. The encoder is traced for two numbers of rows when
+    a function is first read, on the device of that moment.
 
     Attributes:
       model: model of the encoder.
       name: tower.
       frozen: names of the frozen parameters.
-      exact: whether to trace every number of rows in use; else two traces give linear functions.
     """
 
     model: CLIP | TextPair
     name: str
     frozen: frozenset[str]
-    exact: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -85,22 +72,22 @@ class EncoderMemory:
         return tree_bytes(row_shapes(self.model, 1)[self.name])
 
     @property
-    def stored(self) -> Linear | Measured:
+    def stored(self) -> Linear:
         """Activations that the forward pass stores for the backward pass."""
         return self._training[0]
 
     @property
-    def peak(self) -> Linear | Measured:
+    def peak(self) -> Linear:
         """Peak memory of forward and backward; exceeds `stored` by the transient memory."""
         return self._training[1]
 
     @property
-    def forward(self) -> Linear | Measured:
+    def forward(self) -> Linear:
         """Peak memory of the forward pass alone."""
         return self._inference[0]
 
     @property
-    def residual(self) -> Linear | Measured:
+    def residual(self) -> Linear:
         """Residual stream, part of `stored`."""
         return self._inference[1]
 
@@ -109,7 +96,7 @@ class EncoderMemory:
         return max(0, self.peak(rows) - self.stored(rows))
 
     @functools.cached_property
-    def _training(self) -> tuple[Linear | Measured, ...]:
+    def _training(self) -> tuple[Linear, ...]:
         params, constants, key = self._arguments
 
         def forward_backward(
@@ -127,24 +114,17 @@ class EncoderMemory:
             activations = {buffers[v] for v in _variables(jaxpr.outvars[gradients:])} - inputs
             return sum(buffer.size for buffer in activations), _peak(jaxpr, gradients)
 
-        return self._functions(measure)
+        return _linear_fits(measure)
 
     @functools.cached_property
-    def _inference(self) -> tuple[Linear | Measured, ...]:
+    def _inference(self) -> tuple[Linear, ...]:
         params, constants, key = self._arguments
 
         def measure(count: int) -> tuple[int, int]:
             jaxpr = jax.make_jaxpr(self._encode)(params, constants, self._rows(count), key).jaxpr
             return _peak(jaxpr), _named_bytes(jaxpr, RESIDUAL)
 
-        return self._functions(measure)
-
-    def _functions(self, measure: Callable[[int], tuple[int, int]]) -> tuple[Linear | Measured, ...]:
-        """Return both results of `measure(rows)` as functions of the rows, 0 for none."""
-        if self.exact:
-            measured = functools.cache(measure)
-            return tuple(Measured(measured, number) for number in range(2))
-        return tuple(_linear_fit(*pair) for pair in zip(measure(_FEW), measure(_MANY), strict=True))
+        return _linear_fits(measure)
 
     @property
     def _arguments(self) -> tuple[Any, Any, Any]:
@@ -174,30 +154,27 @@ def parameter_shapes(model: CLIP | TextPair) -> Any:
     return variable_shapes(model)["params"]
 
 
-def encoder_memory(
-    model: CLIP | TextPair, frozen: frozenset[str] = frozenset(), *, exact: bool = False
-) -> tuple[EncoderMemory, ...]:
+def encoder_memory(model: CLIP | TextPair, frozen: frozenset[str] = frozenset()) -> tuple[EncoderMemory, ...]:
     """Memory of both encoders on the device of the trace.
 
     Args:
       model: model of the encoders.
       frozen: names of the frozen parameters, see `infcl_jax.training.frozen_parameters`. A tower without trained
         parameters is traced as if it were trained; its `forward` does not depend on that.
-      exact: see `EncoderMemory`.
     """
     towers = frozen_towers(parameter_shapes(model), frozen)
     subtrees = towers_of(parameter_shapes(model))
     prefixes = tuple(f"{subtrees[name]}/" for name in towers)
     trained = frozenset(n for n in frozen if not n.startswith(prefixes))
-    return _encoder_memory(model, trained, exact, compute_capability())
+    return _encoder_memory(model, trained, compute_capability())
 
 
 @functools.lru_cache(maxsize=32)
 def _encoder_memory(
-    model: CLIP | TextPair, frozen: frozenset[str], exact: bool, capability: str | None
+    model: CLIP | TextPair, frozen: frozenset[str], capability: str | None
 ) -> tuple[EncoderMemory, ...]:
     """Cache per compute capability, which selects the traced kernels."""
-    return tuple(EncoderMemory(model, name, frozen, exact) for name in row_shapes(model, 1))
+    return tuple(EncoderMemory(model, name, frozen) for name in row_shapes(model, 1))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -210,9 +187,13 @@ def tree_bytes(tree: Any) -> int:
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _linear_fit(few: int, many: int) -> Linear:
-    per_row = (many - few) // (_MANY - _FEW)
-    return Linear(max(0, few - per_row * _FEW), per_row)
+def _linear_fits(measure: Callable[[int], tuple[int, int]]) -> tuple[Linear, ...]:
+    """Fit both results of `measure(rows)`, as linear functions of the rows."""
+    fits = []
+    for few, many in zip(measure(_FEW), measure(_MANY), strict=True):
+        per_row = (many - few) // (_MANY - _FEW)
+        fits.append(Linear(max(0, few - per_row * _FEW), per_row))
+    return tuple(fits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Memory plan of one training step."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self, cast
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import optax
 
 from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_model
 from infcl_jax.models.clip import row_shapes
+from infcl_jax.models.convert import config_of
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.activations import EncoderMemory, encoder_memory, feature_width, parameter_shapes
@@ -16,6 +18,7 @@ from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.state import state_bytes
 from infcl_jax.planner.teacher import TeacherMemory
 from infcl_jax.training import NO_CACHE, GradCacheConfig, loss_class
+from infcl_jax.training import utilization as training
 from infcl_jax.training.frozen import ALL_LOCKED, UnlockedGroups, check_frozen, frozen_parameters, frozen_towers
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
@@ -109,13 +112,12 @@ class Workload:
     @property
     def shard_rows(self) -> int:
         """Rows of a full chunk on one device; all of its rows without caching."""
-        return self.block_rows if self.cache.chunk_size is None else self.cache.chunk_size // self.devices
+        return self.rows("query").shard
 
     @property
     def stored_rows(self) -> int:
         """Rows on one device that are not recomputed; all of its rows without caching."""
-        stored_chunks = 1 if self.cache.chunk_size is None else self.cache.keep
-        return min(self.block_rows, stored_chunks * self.shard_rows)
+        return self.rows("query").stored
 
 
 class EncoderRows(NamedTuple):
@@ -202,11 +204,12 @@ class MemoryPlan:
 
 
 @planned_device()
-def plan_memory(workload: Workload, memory_limit: int | None = None, *, exact: bool = False) -> MemoryPlan:
+def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPlan:
     """Plan the memory of a training step without running it.
 
     Parameters, optimizer state, gradients, batch and features are exact, from shapes. Activations are estimated from
-    the shapes in each encoder's forward and backward jaxpr, see `infcl_jax.planner.activations`.
+    the shapes in each encoder's forward and backward jaxpr for 1,024 and 2,048 rows, from which they are linear in the
+    rows, see `infcl_jax.planner.activations`.
 
     Accuracy of peaks, without the next batch: 0.95 to 1.03 of the measured memory of bf16 training steps of ViT-B/32,
     B/16 and L/14 on one and eight H200s, with and without gradient caching and stored chunks; about 0.8 on the CPU,
@@ -238,15 +241,12 @@ def plan_memory(workload: Workload, memory_limit: int | None = None, *, exact: b
       workload: settings of the training step.
       memory_limit: bytes that JAX may use on a device, such as `device_memory_limit()` or
         `device_named("H100").memory_limit`.
-      exact: whether to trace the encoders for the rows of this workload. Else they are traced for 1,024 and 2,048
-        rows, from which their memory is linear. One exact plan takes half the time, further ones of the model take as
-        long.
     """
     model, cache = cast(CLIP | TextPair, workload.model), workload.cache
     width, dtype = feature_width(model), jnp.dtype(model.feature_dtype)
     names = workload.frozen_parameters
     state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, names)
-    encoders = dict(zip(row_shapes(model, 1), encoder_memory(model, names, exact=exact), strict=True))
+    encoders = dict(zip(row_shapes(model, 1), encoder_memory(model, names), strict=True))
     frozen = frozen_towers(parameter_shapes(model), names)
     trained = {name: encoder for name, encoder in encoders.items() if name not in frozen}
     rows = {name: workload.rows(name) for name in encoders}
@@ -278,6 +278,32 @@ def plan_memory(workload: Workload, memory_limit: int | None = None, *, exact: b
         loss=loss_workspace(workload.implementation, loss_rows, width, dtype, workload.devices, by_id=workload.by_id)
         + (0 if teacher is None else teacher.loss_workspace(workload.implementation, loss_rows, workload.devices)),
         memory_limit=memory_limit,
+    )
+
+
+def utilization(workload: Workload, device_kind: str) -> Callable[[float], float | None]:
+    """Return the MFU as a function of the pairs per second, see `infcl_jax.training.utilization`.
+
+    Examples:
+      >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=1024)
+      >>> mfu = utilization(run, "NVIDIA H200")
+      >>> round(mfu(4000.0), 3)
+      0.457
+
+    Args:
+      workload: settings of the training step.
+      device_kind: name of the devices, from `jax.Device.device_kind`.
+
+    Returns:
+      Function from pairs per second, over all devices, to the MFU in [0, 1]; to None if the devices' peak is unknown
+      or the model is a `TextPair`.
+    """
+    if isinstance(workload.model, TextPair):
+        return lambda rate: None
+    config = config_of(cast(CLIP, workload.model))
+    unlocked = {name: getattr(workload.unlocked_groups, name) for name in workload.frozen}
+    return training.utilization(
+        config, workload.batch_size, workload.devices, device_kind, unlocked, workload.precomputed
     )
 
 

@@ -1,6 +1,7 @@
 """Plan tables, recommended settings, and advice after out-of-memory errors."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 
 from infcl_jax.ops.pairwise_lse.implementations import TABLE
 from infcl_jax.planner.api import MemoryPlan, plan_memory
@@ -52,12 +53,7 @@ def format_plan(plan: MemoryPlan) -> str:
         rows = [(*row[:2], row[3]) for row in rows]
     else:
         rows.append(("limit", _mib(limit), "100.0", ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:{'>' if 0 < i < len(row) - 1 else '<'}{widths[i]}}" for i, cell in enumerate(row))
-        for row in rows
-    ]
-    return "\n".join([_heading(plan), *map(str.rstrip, lines)])
+    return f"{_heading(plan)}\n{aligned(rows, left=(0, len(rows[0]) - 1))}"
 
 
 def plan_components(plan: MemoryPlan) -> dict[str, int]:
@@ -119,6 +115,13 @@ def explain_out_of_memory(error: Exception, plan: MemoryPlan) -> Exception:
     explained = OutOfMemory(f"the device ran out of memory; {_advice(plan)}{_suggestion(plan)}.\n{format_plan(plan)}")
     explained.__cause__ = error
     return explained
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """Format rows as a table with columns aligned to the right, but for those of `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def _heading(plan: MemoryPlan) -> str:

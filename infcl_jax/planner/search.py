@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from infcl_jax.planner.api import Workload, plan_memory
+from infcl_jax.planner.api import MemoryPlan, Workload, plan_memory
 from infcl_jax.training import NO_CACHE, GradCacheConfig
 
 # Share of the memory limit that a recommended plan may use: plans are within 5 % of measured memory
@@ -162,6 +162,28 @@ def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
     sizes = [largest // divisor for divisor in (1, 2, 4) if not largest % (divisor * workload.devices)]
     candidates = [store_activations(chunked.with_cache(chunk_size=size), limit) for size in sizes]
     return min(candidates, key=_recomputed_share).cache
+
+
+def fitting_plan(workload: Workload, memory_limit: int) -> MemoryPlan:
+    """Plan a workload, with the recommended gradient caching if it does not fit.
+
+    Examples:
+      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096)
+      >>> fitting_plan(run, memory_limit=2**27).workload.cache.chunk_size
+      2048
+
+    Args:
+      workload: settings of the step.
+      memory_limit: bytes that JAX may use on a device.
+
+    Raises:
+      ValueError: nothing fits.
+    """
+    plan = plan_memory(workload, memory_limit)
+    if plan.peak <= SAFE_SHARE * memory_limit:
+        return plan
+    cache = recommended_cache(workload, memory_limit)
+    return plan_memory(dataclasses.replace(workload, cache=cache), memory_limit)
 
 
 def _recomputed_share(workload: Workload) -> float:

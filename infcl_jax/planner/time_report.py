@@ -1,13 +1,10 @@
 """Tables of estimated times."""
 
-import dataclasses
 from collections.abc import Mapping
 
-from infcl_jax.planner.api import MemoryPlan, Workload, plan_memory
-from infcl_jax.planner.search import SAFE_SHARE, recommended_cache
-from infcl_jax.planner.times import StepTime
-
-_PHASES = ("forward", "recompute", "backward", "loss", "reduce", "update", "transfer")
+from infcl_jax.planner.api import MemoryPlan
+from infcl_jax.planner.report import aligned
+from infcl_jax.planner.times import PHASES, StepTime
 
 
 def format_time(time: StepTime, total_steps: int | None = None) -> str:
@@ -31,7 +28,7 @@ def format_time(time: StepTime, total_steps: int | None = None) -> str:
     )
     if total_steps is not None:
         line += f"; {total_steps:,} steps take {duration(total_steps * time.total)}"
-    phases = [f"{phase} {_milliseconds(getattr(time, phase))}" for phase in _PHASES if getattr(time, phase) > 0]
+    phases = [f"{phase} {_milliseconds(getattr(time, phase))}" for phase in PHASES if getattr(time, phase) > 0]
     return f"{line}\n{', '.join(phases)} ms"
 
 
@@ -74,34 +71,7 @@ def format_scaling(
             f"{time.images_per_second / count / base:.0%}",
         ]
         rows.append(row if total_steps is None else [*row, duration(total_steps * time.total)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = heading.index("gradient caching")
-    return "\n".join(
-        "  ".join(f"{cell:{'<' if i == left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
-        for row in rows
-    )
-
-
-def fitting_plan(workload: Workload, memory_limit: int) -> MemoryPlan:
-    """Plan a workload, with the recommended gradient caching if it does not fit.
-
-    Examples:
-      >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096)
-      >>> fitting_plan(run, memory_limit=2**27).workload.cache.chunk_size
-      2048
-
-    Args:
-      workload: settings of the step.
-      memory_limit: bytes that JAX may use on a device.
-
-    Raises:
-      ValueError: nothing fits.
-    """
-    plan = plan_memory(workload, memory_limit)
-    if plan.peak <= SAFE_SHARE * memory_limit:
-        return plan
-    cache = recommended_cache(workload, memory_limit)
-    return plan_memory(dataclasses.replace(workload, cache=cache), memory_limit)
+    return aligned(rows, left=(heading.index("gradient caching"),))
 
 
 def duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ from infcl_jax.planner.state import state_bytes
 from infcl_jax.planner.tower_times import TowerTime, tower_time
 from infcl_jax.training.frozen import frozen_towers
 
+PHASES = ("forward", "recompute", "backward", "loss", "reduce", "update", "transfer")
 GPUS_PER_HOST = 8  # of the hosts in docs/benchmarks.md
 _ALL_REDUCE, _FSDP = 2, 3  # passes over the gradients; two gathers of the parameters and one reduction
 _ACCUMULATE = 3  # a gradient and the sum are read, the sum is written
@@ -63,8 +64,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        names = ("forward", "recompute", "backward", "loss", "reduce", "update", "transfer")
-        return sum(getattr(self, name) for name in names)
+        return sum(getattr(self, phase) for phase in PHASES)
 
     @property
     def images_per_second(self) -> float:

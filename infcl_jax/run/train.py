@@ -355,7 +355,7 @@ def explained_out_of_memory(run: Run, limit: int | None) -> Iterator[None]:
             raise
         from infcl_jax.planner import explain_out_of_memory, plan_memory  # training plans nothing otherwise
 
-        raise explain_out_of_memory(error, plan_memory(run.workload, limit, exact=True)) from error
+        raise explain_out_of_memory(error, plan_memory(run.workload, limit)) from error
 
 
 def announce(run: Run, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator) -> None:

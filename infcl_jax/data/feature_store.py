@@ -1,4 +1,4 @@
-"""Features of a frozen tower on disk, and sources that read them."""
+"""Features of the samples of a source on disk, and sources that read them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FeatureStore:
 
     - "features": [rows, D], one row per image or caption, in the order of the samples;
     - "starts": int64 [samples + 1], first row of each sample;
-    - strings as in `pack_strings`: "captions" of the samples of an image tower, first caption of each sample in
-      "caption_starts"; "bad", messages of samples that cannot be read, "" for all others.
+    - strings for sources that read them, as in `pack_strings`: "captions" of the samples of an image tower, first
+      caption of each sample in "caption_starts"; "bad", messages of samples that cannot be read, "" for all others.
 
     Picklable for worker processes.
 
@@ -114,6 +114,11 @@ class FeatureStore:
         if message:
             raise BadRecordError(message)
         return _unpack_strings(segment, "captions", segment["caption_starts"][row], segment["caption_starts"][row + 1])
+
+    def rows(self, segment: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read the features of a segment, [rows, D], and the sample of each row, int64 [rows]."""
+        arrays = _map_arrays(self.path(segment))
+        return arrays["features"], np.repeat(np.asarray(self.segment_range(segment)), np.diff(arrays["starts"]))
 
     def _locate(self, index: int) -> tuple[dict[str, np.ndarray], int]:
         """Return the arrays of a sample's segment, and the sample's number in it."""

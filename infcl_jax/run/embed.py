@@ -1,5 +1,6 @@
 """Features of the images or captions of a dataset, written to a file."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -13,17 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from infcl_jax.data import BadRecordError, Source, eval_batches
+from infcl_jax.data import BadRecordError, FeatureStore, Source, TowerInput, eval_batches
 from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
+from infcl_jax.data.dataset_identity import hash_samples
 from infcl_jax.data.parallelism import choose_parallelism, usable_cores
 from infcl_jax.data.sources import is_captioned, record_key
-from infcl_jax.evaluation.feature_files import (
-    FeatureRows,
-    check_feature_file,
-    merge_shards,
-    shard_counts,
-    write_shard,
-)
+from infcl_jax.evaluation.feature_files import check_feature_file, write_features
 from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_rows, encode_image_batches
 from infcl_jax.inference.encoder import Encoder
 from infcl_jax.runtime.console import say
@@ -31,8 +27,7 @@ from infcl_jax.runtime.file_io import read_json, replace_text
 from infcl_jax.runtime.processes import gather, is_lead, local_processes
 from infcl_jax.runtime.progress import Progress
 
-_SHARD_BATCHES = 16  # batches between two writes, which a killed command repeats
-_PROBED = 64  # samples whose contents identify a source
+_SEGMENT_BATCHES = 16  # batches between two writes, which a killed command repeats
 _MANIFEST = "manifest.json"
 
 _logger = logging.getLogger("infcl_jax.embed")
@@ -49,7 +44,7 @@ def embed(
 ) -> str:
     """Write the features of a source to a file, resuming an interrupted call.
 
-    Every process must call it. The lead process writes. Finished shards are in the folder .FILE.shards next to the
+    Every process must call it. The lead process writes. Finished segments are in the folder .FILE.shards next to the
     output.
 
     Examples:
@@ -79,13 +74,12 @@ def embed(
     if captions and not is_captioned(source):
         raise ValueError(f"expected a dataset with captions with --captions, got {source.name}, which has none")
     output, start = Path(output), time.monotonic()
-    folder = output.with_name(f".{output.name}.shards")
     rows = -(-encoder.batch_size // encoder.mesh.size) * encoder.mesh.size
-    shard_rows = rows * _SHARD_BATCHES
-    shards = [folder / f"{number:06d}.safetensors" for number in range(-(-len(source) // shard_rows))]
-    done = _finished(output, folder, shards, _identity(encoder, source, captions, shard_rows))
-    bad = sum(shard_counts(shard)["bad"] for shard in shards[:done]) if is_lead() else 0
-    bad = gather(bad)[0]
+    segment_rows = rows * _SEGMENT_BATCHES
+    identity = _identity(encoder, source, captions, segment_rows)
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    store = FeatureStore(output.with_name(f".{output.name}.shards"), key, len(source), segment_rows)
+    done, bad = _finished(output, store, identity)
     limit = bad_record_limit(max_bad_records, source)
     local = local_processes()
     batches = eval_batches(
@@ -95,7 +89,7 @@ def embed(
         batch_size=rows,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
-        first_batch=done * _SHARD_BATCHES,
+        first_batch=done * _SEGMENT_BATCHES,
         skip_bad=True,
         parallelism=choose_parallelism(
             batch_bytes=rows // jax.process_count() * 3 * encoder.image_size**2,
@@ -106,23 +100,23 @@ def embed(
         resize=encoder.resize,
         max_image_pixels=encoder.max_image_pixels,
     )
-    progress = Progress(source.name, len(source), "images", say, done=min(done * shard_rows, len(source)))
-    encoded = (_encoded_captions if captions else _encoded_images)(encoder, _reported(batches), progress)
-    for number, (feature, index) in enumerate(encoded, start=done):
-        attempted = min((number + 1) * shard_rows, len(source)) - number * shard_rows
-        missing = attempted - len(np.unique(index))
-        bad += missing
+    progress = Progress(source.name, len(source), "images", say, done=min(done * segment_rows, len(source)))
+    encode = _encoded_captions if captions else _encoded_images
+    for segment, (feature, index) in enumerate(encode(encoder, _reported(batches), progress), start=done):
+        samples, order = store.segment_range(segment), np.argsort(index, kind="stable")
+        counts = np.bincount(index - samples.start, minlength=len(samples))
+        bad += int(np.sum(counts == 0))
         if bad > limit:
             raise BadRecordError(f"{bad} bad records, more than the {limit} of --max_bad_records; check them")
         if is_lead():
-            keys = [record_key(source, i) for i in index.tolist()]
-            write_shard(shards[number], FeatureRows(feature, index, keys), {"bad": missing})
+            features = np.asarray(feature[order], np.float32)
+            store.write(segment, {"features": features, "starts": np.cumsum([0, *counts], dtype=np.int64)})
     if bad == len(source):
         raise BadRecordError(f"expected images in {source.name}, got {bad} bad records; check the data")
     if not is_lead():
         return ""
-    shape = merge_shards(output, shards)
-    shutil.rmtree(folder)
+    shape = write_features(output, store, functools.partial(record_key, source))
+    shutil.rmtree(store.folder)
     seconds = time.monotonic() - start
     unit = "captions" if captions else "images"
     line = f"{source.name}: {unit} {list(shape)} in {seconds:.1f} s, {output}"
@@ -132,33 +126,31 @@ def embed(
 def _encoded_images(
     encoder: Encoder, batches: Iterable[Batch], progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode the images of each shard; yield features and indices."""
+    """Encode the images of each segment; yield features and indices."""
     encode = TowerEncoder(encoder.model, "encode_image", encoder.dim)
     encoded = encode_image_batches(encode, encoder.variables, batches, encoder.mesh)
 
-    def counted() -> Iterator[dict[str, np.ndarray]]:
+    def counted() -> Iterator[Batch]:
         for batch in encoded:
             progress.add(len(batch["index"]))
             yield batch
 
-    for shard in itertools.batched(counted(), _SHARD_BATCHES):
-        yield np.concatenate([batch["feature"] for batch in shard]), np.concatenate([batch["index"] for batch in shard])
+    for segment in itertools.batched(counted(), _SEGMENT_BATCHES):
+        yield np.concatenate([batch["feature"] for batch in segment]), np.concatenate([b["index"] for b in segment])
 
 
 def _encoded_captions(
     encoder: Encoder, batches: Iterable[Batch], progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode the captions of each shard; yield features and indices of the images."""
-    encode = TowerEncoder(encoder.model, "encode_text", encoder.dim)
-    for shard in itertools.batched(batches, _SHARD_BATCHES):
-        captions = {key: np.concatenate([batch[key] for batch in shard]) for key in ("text", "text_index")}
-        rows = len(shard[0]["mask"])
+    """Encode the captions of each segment; yield features and indices of the images."""
+    encode, none = TowerEncoder(encoder.model, "encode_text", encoder.dim), np.zeros((0, encoder.embed_dim))
+    for segment in itertools.batched(batches, _SEGMENT_BATCHES):
+        captions = {key: np.concatenate([batch[key] for batch in segment]) for key in ("text", "text_index")}
+        rows = len(segment[0]["mask"])
         encoded = list(encode_caption_rows(encode, encoder.variables, captions, encoder.mesh, rows))
-        index = np.concatenate([batch["index"] for batch in encoded] or [np.zeros(0, np.int64)])
-        order = np.argsort(index, kind="stable")
-        feature = np.concatenate([batch["feature"] for batch in encoded] or [np.zeros((0, encoder.embed_dim))])
+        index = np.concatenate([np.zeros(0, np.int64), *(batch["index"] for batch in encoded)])
         progress.add(len(np.unique(index)))
-        yield feature[order], index[order]
+        yield np.concatenate([none, *(batch["feature"] for batch in encoded)]), index
 
 
 def _reported(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -169,48 +161,45 @@ def _reported(batches: Iterable[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _identity(encoder: Encoder, source: Source, captions: bool, shard_rows: int) -> dict[str, Any]:
-    """Describe what determines the rows of a shard."""
-    digest = hashlib.sha256()
-    for index in np.unique(np.linspace(0, len(source) - 1, _PROBED).astype(int)).tolist():
-        digest.update(f"{index} {record_key(source, index)}".encode("utf-8", "surrogateescape"))
-        try:
-            example = source[index]
-        except BadRecordError:
-            continue
-        image = example["image"]
-        digest.update(encoder.tokenizer(example["captions"]).tobytes() if captions else bytes(memoryview(image)))
+def _identity(encoder: Encoder, source: Source, captions: bool, segment_rows: int) -> dict[str, Any]:
+    """Describe what determines the rows of a segment."""
+    samples = hashlib.sha256()
+    hash_samples(samples, source)
+    tokenizer = {"tokenizer": TowerInput("text", 0, encoder.tokenizer).fingerprint()} if captions else {}
     return {
         "model": encoder.fingerprint(),
-        "source": digest.hexdigest(),
+        **tokenizer,
+        "source": samples.hexdigest(),
         "samples": len(source),
         "captions": captions,
-        "--batch_size": shard_rows,
+        "--batch_size": segment_rows,
     }
 
 
-def _finished(output: Path, folder: Path, shards: list[Path], identity: dict[str, Any]) -> int:
-    """Return the number of finished shards, the same on every process.
+def _finished(output: Path, store: FeatureStore, identity: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of finished segments and of their bad records, the same on every process.
 
     Raises:
-      ValueError: the output exists, or the shards are of another model or source.
+      ValueError: the output exists, or the segments are of another model or source.
     """
-    error, done = "", 0
+    error, done, bad, manifest = "", 0, 0, store.folder / _MANIFEST
     if is_lead():
-        manifest = folder / _MANIFEST
         if manifest.is_file():
             saved = read_json(manifest)
             if changed := [name for name in identity if saved.get(name) != identity[name]]:
-                error = f"expected {folder} to be of the same {', '.join(changed)}, got others; give them or delete it"
+                names = ", ".join(changed)
+                error = f"expected {store.folder} to be of the same {names}, got others; give them or delete it"
         elif output.exists():
             error = f"expected a new --output, got {output}, which exists; delete it or choose another"
         else:
-            folder.mkdir(parents=True, exist_ok=True)
+            store.folder.mkdir(parents=True, exist_ok=True)
             replace_text(manifest, json.dumps(identity, indent=2))
-        done = sum(1 for _ in itertools.takewhile(Path.exists, shards))
-    done = gather(-1 if error else done)[0]
+        while not error and done < store.segments and store.problem(done) is None:
+            bad += len(store.segment_range(done)) - len(np.unique(store.rows(done)[1]))
+            done += 1
+    done, bad = gather(-1 if error else done)[0], gather(bad)[0]  # of the lead process
     if done < 0:
         raise ValueError(error or "the lead process refused the output; see its error")
     if done:
-        say(f"continues after {done} of {len(shards)} shards in {folder}")
-    return done
+        say(f"continues after {done} of {store.segments} shards in {store.folder}")
+    return done, bad

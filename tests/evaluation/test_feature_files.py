@@ -1,38 +1,42 @@
-"""Feature files: every format returns what the shards hold."""
+"""Feature files: every format returns what the store holds."""
 
 import numpy as np
 import pytest
 
-from infcl_jax.evaluation import FeatureRows, read_features
-from infcl_jax.evaluation.feature_files import FEATURE_FILES, merge_shards, shard_counts, write_shard
+from infcl_jax.data import FeatureStore
+from infcl_jax.evaluation import read_features
+from infcl_jax.evaluation.feature_files import FEATURE_FILES, write_features
+
+ROWS = (2, 0, 1, 0, 0, 3, 1)  # of each sample, in segments of three samples
 
 
-@pytest.fixture
-def shards(tmp_path):
-    """Files and contents of shards, one of them empty, with keys of all kinds."""
-    rng, contents = np.random.default_rng(0), []
-    for number, rows in enumerate((5, 0, 3)):
-        keys = [f"folder/{number} ü {row}\n" for row in range(rows)]
-        contents.append(FeatureRows(rng.normal(size=(rows, 4)).astype(np.float32), 2**40 + np.arange(rows), keys))
-        write_shard(tmp_path / f"{number}.safetensors", contents[-1], {"bad": number})
-    return [tmp_path / f"{number}.safetensors" for number in range(3)], contents
+def write_store(folder, rows=ROWS, segment_samples=3):
+    """Write random features of samples, and return the store, the features and their samples."""
+    store = FeatureStore(folder / "store", "key", len(rows), segment_samples)
+    features = np.random.default_rng(0).normal(size=(sum(rows), 4)).astype(np.float32)
+    starts = np.cumsum([0, *rows])
+    for segment in range(store.segments):
+        own = starts[[*store.segment_range(segment), store.segment_range(segment).stop]]
+        store.write(segment, {"features": features[own[0] : own[-1]], "starts": own - own[0]})
+    return store, features, np.repeat(np.arange(len(rows)), rows)
 
 
 @pytest.mark.parametrize("extension", FEATURE_FILES)
-def test_merged_shards_hold_all_rows(shards, tmp_path, extension):
-    paths, contents = shards
-    assert merge_shards(tmp_path / f"features{extension}", paths) == (8, 4)
-    rows = read_features(tmp_path / f"features{extension}")
-    for name in ("feature", "index", "key"):
-        np.testing.assert_array_equal(getattr(rows, name), np.concatenate([getattr(c, name) for c in contents]))
-    assert (rows.feature.dtype, rows.index.dtype) == (np.float32, np.int64)
-    assert [shard_counts(path) for path in paths] == [{"bad": number} for number in range(3)]
+@pytest.mark.parametrize("rows", [ROWS, (0, 0, 0, 1)])
+def test_files_hold_all_rows_of_the_store(tmp_path, extension, rows):
+    store, features, index = write_store(tmp_path, rows)
+    assert write_features(tmp_path / f"features{extension}", store, "folder/ü {}\n".format) == features.shape
+    read = read_features(tmp_path / f"features{extension}")
+    np.testing.assert_array_equal(read.feature, features)
+    np.testing.assert_array_equal(read.index, index)
+    assert list(read.key) == [f"folder/ü {i}\n" for i in index]
+    assert (read.feature.dtype, read.index.dtype) == (np.float32, np.int64)
 
 
 def test_keys_that_are_not_unicode_are_marked(tmp_path):
-    key = b"caf\xe9.jpg".decode("utf-8", "surrogateescape")
-    write_shard(tmp_path / "0.safetensors", FeatureRows(np.zeros((1, 2)), np.zeros(1), [key]), {})
-    assert read_features(tmp_path / "0.safetensors").key == ["caf\N{REPLACEMENT CHARACTER}.jpg"]
+    store, _, _ = write_store(tmp_path, (1,))
+    write_features(tmp_path / "a.safetensors", store, lambda _: b"caf\xe9.jpg".decode("utf-8", "surrogateescape"))
+    assert read_features(tmp_path / "a.safetensors").key == ["caf\N{REPLACEMENT CHARACTER}.jpg"]
 
 
 def test_unknown_extensions_are_named(tmp_path):

@@ -17,8 +17,8 @@ import runs
 from api_pages import OBJECTS, resolve
 
 import infcl_jax
-from infcl_jax.evaluation import FeatureRows
-from infcl_jax.evaluation.feature_files import write_shard
+from infcl_jax.data import FeatureStore
+from infcl_jax.evaluation.feature_files import write_features
 from infcl_jax.models import l2_normalize
 from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
@@ -63,8 +63,9 @@ def folder(tmp_path_factory):
     (folder / "runs" / "digits" / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 4.1}\n')
     write_retrieval(folder / "dpr")
     retrieval_runs.save(folder / "runs" / "dpr", retrieval_runs.settings(folder / "dpr"))
-    rows = FeatureRows(np.eye(20, 24, dtype=np.float32), np.arange(20), [f"{i}.jpg" for i in range(20)])
-    write_shard(folder / "photos.safetensors", rows, {})
+    store = FeatureStore(folder / "store", "key", 20)
+    store.write(0, {"features": np.eye(20, 24, dtype=np.float32), "starts": np.arange(21)})
+    write_features(folder / "photos.safetensors", store, "{}.jpg".format)
     return folder
 
 

@@ -9,8 +9,8 @@ import pytest
 import runs
 
 import infcl_jax
-from infcl_jax.evaluation import FeatureRows
-from infcl_jax.evaluation.feature_files import write_shard
+from infcl_jax.data import FeatureStore
+from infcl_jax.evaluation.feature_files import write_features
 from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
@@ -63,8 +63,9 @@ def test_the_examples_of_using_a_model_run(tmp_path, monkeypatch):
     for number, name in enumerate(("cat", "dog")):
         (tmp_path / f"{name}.jpg").write_bytes(captioned.jpeg(number))
     for name in ("photos", "captions"):
-        rows = FeatureRows(np.eye(20, 24, dtype=np.float32), np.arange(20), [f"{i}.jpg" for i in range(20)])
-        write_shard(tmp_path / f"{name}.safetensors", rows, {})
+        store = FeatureStore(tmp_path / "store", "key", 20)
+        store.write(0, {"features": np.eye(20, 24, dtype=np.float32), "starts": np.arange(21)})
+        write_features(tmp_path / f"{name}.safetensors", store, "{}.jpg".format)
     names = {}
     for example in [*USING, *examples((ROOT / "docs" / "using_models.md").read_text())]:
         exec(example, names)

@@ -21,7 +21,7 @@ from experiments import command_line
 from experiments.benchmarks import timing
 from infcl_jax import distributed
 from infcl_jax.evaluation import retrieval_recall, top_k
-from infcl_jax.evaluation.features import l2_normalize
+from infcl_jax.inference.features import l2_normalize
 
 _ROWS = flags.DEFINE_integer("rows", 100_000, "Number of queries, and of gallery rows.", lower_bound=1)
 _DIM = flags.DEFINE_integer("dim", 32, "Feature dimension D.", lower_bound=1, allow_override=True)

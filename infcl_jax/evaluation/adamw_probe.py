@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from infcl_jax.evaluation.features import l2_normalize
 from infcl_jax.evaluation.labeled import (
     LabeledFeatures,
     check_strength,
@@ -21,6 +20,7 @@ from infcl_jax.evaluation.labeled import (
 )
 from infcl_jax.evaluation.linear_probe import LinearProbe, binary_search
 from infcl_jax.evaluation.logistic_regression import PADDING, LinearClassifier, cross_entropy
+from infcl_jax.inference.features import l2_normalize
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
 # Constants of clip_benchmark 1.6.2: metrics/linear_probe.py and the defaults of its command line.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from infcl_jax.data.sources import files
 from infcl_jax.data.sources.labels import Templates, json_class_names, json_templates
+from infcl_jax.inference.prompts import checked_template
 
 _FOLDER = resources.files("infcl_jax.evaluation") / "classes"
 
@@ -133,24 +134,6 @@ def read_templates(path: str | Path) -> Templates:
         return json_templates(str(path))
     lines = enumerate(_lines(path, "templates"), 1)
     return tuple(checked_template(line, f"{path}, line {number}") for number, line in lines)
-
-
-def checked_template(template: str, where: str) -> str:
-    """Return a prompt template with "{}" for the class name.
-
-    Args:
-      template: prompt with "{}" or "{c}" for the class name, and no other braces.
-      where: origin of the template, for messages.
-
-    Raises:
-      ValueError: the template is no such text.
-    """
-    checked = template.replace("{c}", "{}") if isinstance(template, str) else ""
-    if "{}" not in checked or any(brace in checked.replace("{}", "") for brace in "{}"):
-        raise ValueError(
-            f'{where}: expected "{{c}}" or "{{}}" for the class name and no other braces, got {template!r}'
-        )
-    return checked
 
 
 def _from_fields(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.evaluation.features import shard_rows
+from infcl_jax.inference.features import shard_rows
 from infcl_jax.losses import clip_loss
 from infcl_jax.runtime.mesh import replicate, to_host
 

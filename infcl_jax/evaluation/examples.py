@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from infcl_jax.data import Classes, Source
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.sources import Example
-from infcl_jax.evaluation.features import Features
 from infcl_jax.evaluation.results import Confusion, ExamplePrediction
-from infcl_jax.evaluation.search import top_k
+from infcl_jax.inference.features import Features
+from infcl_jax.inference.search import top_k
 
 Show = Callable[[Example], np.ndarray]  # from an example of a source to uint8 [S, S, 3]
 

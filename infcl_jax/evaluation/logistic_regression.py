@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from scipy import optimize
 
-from infcl_jax.evaluation.features import shard_rows
+from infcl_jax.inference.features import shard_rows
 
 MAX_ITERATIONS = 1000  # CLIP, arXiv:2103.00020, appendix A.3
 TOLERANCE = 1e-4  # default of scikit-learn's LogisticRegression

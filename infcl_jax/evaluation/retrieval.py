@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.evaluation.features import l2_normalize, pad_rows, shard_rows
+from infcl_jax.inference.features import l2_normalize, pad_rows
+from infcl_jax.inference.search import query_blocks, shard_gallery, tile_similarity
+from infcl_jax.runtime.console import warn_once
 from infcl_jax.runtime.mesh import replicate
 from infcl_jax.runtime.processes import is_lead
 
 # Cosine similarities within this tolerance are ties. The float32 rounding of a dot product depends on the order of
 # summation, so without a tolerance it would rank equal features arbitrarily.
 TIE_TOLERANCE = 1e-6
-
-# Maximum rows and columns of a tile of the similarity matrix: 2048 x 4096 in float32 are 32 MiB on each device.
-_QUERY_ROWS = 2048
-_GALLERY_ROWS = 4096
-
-_logger = logging.getLogger(__name__)
 
 
 def retrieval_recall(
@@ -165,12 +160,6 @@ def _warn_of_repeats(text: np.ndarray, text_image: np.ndarray) -> None:
         )
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning unless the process has logged it before."""
-    _logger.warning(message)
-
-
 def paired_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Row-wise inner products of two [n, D] arrays.
 
@@ -220,57 +209,6 @@ def count_rivals(
         )
         counts.append(np.asarray(count))
     return np.concatenate(counts)[: len(query)]
-
-
-def shard_gallery(
-    mesh: Mesh, gallery: np.ndarray, number: np.ndarray, tile_rows: int | None = None
-) -> tuple[jax.Array, jax.Array, int]:
-    """Shard a gallery in equal tiles.
-
-    Args:
-        mesh: mesh with an axis "data".
-        gallery: [G, D], the same on every process.
-        number: int32 [G], a number >= 0 of each row.
-        tile_rows: rows of a tile; None: at most 4096, chosen to pad little of the last tile.
-
-    Returns:
-        Gallery and numbers, padded with zeros and -1 and sharded over "data", and the rows of a tile, which divide the
-        rows of every device.
-    """
-    if tile_rows is None:
-        block_rows = -(-len(gallery) // mesh.size)
-        tiles = -(-block_rows // _GALLERY_ROWS)
-        tile_rows = -(-block_rows // tiles)
-    sharded = shard_rows(mesh, gallery, multiple=tile_rows)
-    return sharded, shard_rows(mesh, number, fill=-1, multiple=tile_rows), tile_rows
-
-
-def query_blocks(count: int, block_rows: int | None = None) -> Iterator[tuple[slice, int]]:
-    """Split queries into blocks.
-
-    Args:
-        count: number of queries.
-        block_rows: largest number of rows of a block; None: 2048.
-
-    Yields:
-        Rows of a block, and the number of rows to which it is padded, the same for all.
-    """
-    size = min(block_rows or _QUERY_ROWS, count)
-    for start in range(0, count, max(size, 1)):
-        yield slice(start, start + size), size
-
-
-def tile_similarity(query: jax.Array, tile: jax.Array) -> jax.Array:
-    """Compute the similarities of queries and a tile of the gallery.
-
-    Args:
-        query: [Q, D], features.
-        tile: [G, D], features.
-
-    Returns:
-        [Q, G], with float32 accuracy.
-    """
-    return jnp.einsum("qd,gd->qg", query, tile, precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "tile_rows", "first_wins"))

@@ -13,7 +13,6 @@ from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import is_captioned
 from infcl_jax.evaluation.benchmark_source import WebdatasetSource
 from infcl_jax.evaluation.examples import Show, classification_examples, most_confused, retrieval_examples
-from infcl_jax.evaluation.features import Features, l2_normalize
 from infcl_jax.evaluation.few_shot import few_shot
 from infcl_jax.evaluation.linear_probe import linear_probe
 from infcl_jax.evaluation.metrics import (
@@ -26,7 +25,6 @@ from infcl_jax.evaluation.metrics import (
 from infcl_jax.evaluation.probed import check_labels, check_records, own_class_count
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
-from infcl_jax.evaluation.search import top_k
 from infcl_jax.evaluation.tasks import (
     CLASSIFICATION_METRICS,
     GROUP_METRICS,
@@ -35,7 +33,10 @@ from infcl_jax.evaluation.tasks import (
     Task,
     task_classes,
 )
-from infcl_jax.evaluation.zero_shot import class_ranks, warn_of_equal_names
+from infcl_jax.evaluation.zero_shot import class_ranks
+from infcl_jax.inference.features import Features, l2_normalize
+from infcl_jax.inference.prompts import warn_of_equal_names
+from infcl_jax.inference.search import top_k
 
 _DIRECTIONS = ("image_to_text", "text_to_image")
 _RETRIEVAL_METRICS = ("mean_r1", *(f"{way}_{name}" for way in _DIRECTIONS for name in ("r1", "r5", "r10", "map")))

@@ -26,7 +26,6 @@ from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.features import Batch, Features, TowerEncoder, encode_split
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.results import TaskResult
 from infcl_jax.evaluation.scoring import (
@@ -40,7 +39,8 @@ from infcl_jax.evaluation.scoring import (
     score_retrieval,
 )
 from infcl_jax.evaluation.tasks import Task, check_names, load_tasks
-from infcl_jax.evaluation.zero_shot import prompt_ensembles
+from infcl_jax.inference.features import Batch, Features, TowerEncoder, encode_split
+from infcl_jax.inference.prompts import prompt_ensembles
 from infcl_jax.runtime.outputs import Outputs
 from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.runtime.progress import Progress

@@ -16,11 +16,12 @@ from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import files, paths, splits, table
 from infcl_jax.data.sources.labels import Templates, checked_prompts, class_templates
 from infcl_jax.evaluation.benchmark_source import SHARD_COUNT, is_karpathy
-from infcl_jax.evaluation.class_data import checked_template, class_data, read_class_names, read_templates
+from infcl_jax.evaluation.class_data import class_data, read_class_names, read_templates
 from infcl_jax.evaluation.few_shot import SHOTS, check_options
 from infcl_jax.evaluation.labeled import check_strength
 from infcl_jax.evaluation.linear_probe import METRICS as PROBE_METRICS
 from infcl_jax.evaluation.suites import IGNORED_GROUPS, KARPATHY_FILES, MAIN_METRICS, SUITES
+from infcl_jax.inference.prompts import checked_template
 from infcl_jax.runtime.processes import is_lead
 
 PROBES = ("linear_probe", "few_shot")

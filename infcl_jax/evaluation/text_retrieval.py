@@ -20,9 +20,9 @@ from infcl_jax.data.sources.text_fields import Passage
 from infcl_jax.data.sources.text_questions import Question
 from infcl_jax.data.sources.text_retrieval import Corpus
 from infcl_jax.data.text_pairs import PairTexts
-from infcl_jax.evaluation.features import TowerEncoder, encode_texts
 from infcl_jax.evaluation.results import TaskResult
-from infcl_jax.evaluation.search import top_k
+from infcl_jax.inference.features import TowerEncoder, encode_texts
+from infcl_jax.inference.search import top_k
 
 HITS, MRR, RECALL = (20, 100), 10, 1000  # cutoffs of DPR's accuracy and of MS MARCO's MRR and recall
 _BLOCK = 2**17  # passages whose features are in memory at once: 400 MB of 768 floats

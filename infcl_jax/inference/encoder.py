@@ -21,9 +21,9 @@ from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.transforms import RESIZE_MODES, SHORTEST_BICUBIC, Resize, resize_center_crop
-from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
-from infcl_jax.evaluation.zero_shot import Prompts, class_embeddings
+from infcl_jax.inference.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
+from infcl_jax.inference.prompts import Prompts, class_embeddings
 from infcl_jax.models import CLIP, Certificate, CLIPConfig, config_of, save_pretrained
 from infcl_jax.models.convert import ExportFormat
 from infcl_jax.models.prefix import prefix_model

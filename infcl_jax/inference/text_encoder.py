@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import PairTexts, Passage
 from infcl_jax.data.tokenizers.folder_settings import CONFIG_FILE
-from infcl_jax.evaluation.features import TowerEncoder, encode_texts
+from infcl_jax.inference.features import TowerEncoder, encode_texts
 from infcl_jax.models import Certificate, TextPairConfig, build_model
 from infcl_jax.models.convert.text_pair import ENCODER_FOLDERS, save_text_pair
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json

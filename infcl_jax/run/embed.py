@@ -19,9 +19,9 @@ from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
 from infcl_jax.data.dataset_identity import hash_samples
 from infcl_jax.data.parallelism import choose_parallelism, usable_cores
 from infcl_jax.data.sources import is_captioned, record_key
-from infcl_jax.evaluation.feature_files import check_feature_file, write_features
-from infcl_jax.evaluation.features import Batch, TowerEncoder, encode_caption_rows, encode_image_batches
 from infcl_jax.inference.encoder import Encoder
+from infcl_jax.inference.feature_files import check_feature_file, write_features
+from infcl_jax.inference.features import Batch, TowerEncoder, encode_caption_rows, encode_image_batches
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.file_io import read_json, replace_text
 from infcl_jax.runtime.processes import gather, is_lead, local_processes

@@ -8,7 +8,6 @@ import pytest
 
 from infcl_jax.data import Classes
 from infcl_jax.evaluation import class_embeddings, retrieval_recall
-from infcl_jax.evaluation.features import l2_normalize
 from infcl_jax.evaluation.metrics import (
     accuracies,
     macro_f1,
@@ -18,6 +17,7 @@ from infcl_jax.evaluation.metrics import (
 )
 from infcl_jax.evaluation.retrieval import retrieval_map
 from infcl_jax.evaluation.zero_shot import class_ranks
+from infcl_jax.inference.features import l2_normalize
 from infcl_jax.runtime.mesh import data_mesh
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "clip_benchmark.npz")

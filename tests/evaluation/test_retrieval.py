@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import retrieval, retrieval_recall
-from infcl_jax.evaluation.features import shard_rows
+from infcl_jax.inference import search
+from infcl_jax.inference.features import shard_rows
+from infcl_jax.runtime import console
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
 
@@ -34,8 +36,8 @@ def correlated(rng, images, owner, dim=8, noise=1.0):
 @pytest.mark.parametrize("samples", [1, 13, 101])
 def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, blocks, samples):
     if blocks:
-        monkeypatch.setattr(retrieval, "_QUERY_ROWS", blocks[0])
-        monkeypatch.setattr(retrieval, "_GALLERY_ROWS", blocks[1])
+        monkeypatch.setattr(search, "_QUERY_ROWS", blocks[0])
+        monkeypatch.setattr(search, "_GALLERY_ROWS", blocks[1])
     rng = np.random.default_rng(samples)
     owner = np.arange(samples)
     image, text = correlated(rng, samples, owner)
@@ -71,8 +73,8 @@ def pessimistic_ranks(image, text, owner, ks):
 @pytest.mark.parametrize("blocks", [None, (7, 3)])
 def test_ties_between_ragged_captions_and_duplicate_images_equal_numpy(monkeypatch, devices, blocks):
     if blocks:
-        monkeypatch.setattr(retrieval, "_QUERY_ROWS", blocks[0])
-        monkeypatch.setattr(retrieval, "_GALLERY_ROWS", blocks[1])
+        monkeypatch.setattr(search, "_QUERY_ROWS", blocks[0])
+        monkeypatch.setattr(search, "_GALLERY_ROWS", blocks[1])
     rng = np.random.default_rng(11)
     owner = np.repeat(np.arange(60), rng.integers(1, 6, 60))
     image, text = correlated(rng, 60, owner, noise=1.2)
@@ -135,8 +137,8 @@ def test_repeated_captions_of_two_images_tie_and_of_one_image_do_not():
 @pytest.fixture
 def warned(caplog):
     """The log of a process that has not warned yet."""
-    retrieval.warn_once.cache_clear()
-    caplog.set_level(logging.WARNING, retrieval.__name__)
+    console.warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, console.__name__)
     return caplog
 
 
@@ -204,7 +206,7 @@ def recall_at_1(image, text, owner):
 
 
 def test_no_device_holds_more_than_a_tile_of_the_similarities(monkeypatch):
-    monkeypatch.setattr(retrieval, "_GALLERY_ROWS", 16)
+    monkeypatch.setattr(search, "_GALLERY_ROWS", 16)
     mesh, samples, block = data_mesh(), 4096, 32
     gallery = shard_rows(mesh, np.zeros((samples, 2), np.float32))
     group = shard_rows(mesh, np.zeros(samples, np.int32))

@@ -18,7 +18,7 @@ from api_pages import OBJECTS, resolve
 
 import infcl_jax
 from infcl_jax.data import FeatureStore
-from infcl_jax.evaluation.feature_files import write_features
+from infcl_jax.inference.feature_files import write_features
 from infcl_jax.models import l2_normalize
 from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks

@@ -10,7 +10,7 @@ import runs
 
 import infcl_jax
 from infcl_jax.data import FeatureStore
-from infcl_jax.evaluation.feature_files import write_features
+from infcl_jax.inference.feature_files import write_features
 from infcl_jax.run import notebook
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config

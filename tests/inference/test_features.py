@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import encode_split
-from infcl_jax.evaluation.features import l2_normalize, shard_rows
+from infcl_jax.inference.features import l2_normalize, shard_rows
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
 SIDE, LENGTH, DIM = 4, 6, 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import retrieval, search, top_k
-from infcl_jax.evaluation.features import l2_normalize
+from infcl_jax.inference.features import l2_normalize
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
 

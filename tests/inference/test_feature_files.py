@@ -5,7 +5,7 @@ import pytest
 
 from infcl_jax.data import FeatureStore
 from infcl_jax.evaluation import read_features
-from infcl_jax.evaluation.feature_files import FEATURE_FILES, write_features
+from infcl_jax.inference.feature_files import FEATURE_FILES, write_features
 
 ROWS = (2, 0, 1, 0, 0, 3, 1)  # of each sample, in segments of three samples
 

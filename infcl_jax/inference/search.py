@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax.evaluation.features import l2_normalize, pad_rows
-from infcl_jax.evaluation.retrieval import query_blocks, shard_gallery, tile_similarity
+from infcl_jax.inference.features import l2_normalize, pad_rows, shard_rows
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
+# Maximum rows and columns of a tile of the similarity matrix: 2048 x 4096 in float32 are 32 MiB on each device.
+_QUERY_ROWS = 2048
+_GALLERY_ROWS = 4096
 # Candidates per query besides the k results. Their float64 similarities decide the order, so the float32 rounding of a
 # tile does not. With k = 10 there are 16 candidates, the most for which XLA's top-k on GPUs needs no full sort.
 _MARGIN = 6
@@ -86,6 +89,57 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh | None = No
         for last in running:
             last.result()
     return similarity, index
+
+
+def shard_gallery(
+    mesh: Mesh, gallery: np.ndarray, number: np.ndarray, tile_rows: int | None = None
+) -> tuple[jax.Array, jax.Array, int]:
+    """Shard a gallery in equal tiles.
+
+    Args:
+        mesh: mesh with an axis "data".
+        gallery: [G, D], the same on every process.
+        number: int32 [G], a number >= 0 of each row.
+        tile_rows: rows of a tile; None: at most 4096, chosen to pad little of the last tile.
+
+    Returns:
+        Gallery and numbers, padded with zeros and -1 and sharded over "data", and the rows of a tile, which divide the
+        rows of every device.
+    """
+    if tile_rows is None:
+        block_rows = -(-len(gallery) // mesh.size)
+        tiles = -(-block_rows // _GALLERY_ROWS)
+        tile_rows = -(-block_rows // tiles)
+    sharded = shard_rows(mesh, gallery, multiple=tile_rows)
+    return sharded, shard_rows(mesh, number, fill=-1, multiple=tile_rows), tile_rows
+
+
+def query_blocks(count: int, block_rows: int | None = None) -> Iterator[tuple[slice, int]]:
+    """Split queries into blocks.
+
+    Args:
+        count: number of queries.
+        block_rows: largest number of rows of a block; None: 2048.
+
+    Yields:
+        Rows of a block, and the number of rows to which it is padded, the same for all.
+    """
+    size = min(block_rows or _QUERY_ROWS, count)
+    for start in range(0, count, max(size, 1)):
+        yield slice(start, start + size), size
+
+
+def tile_similarity(query: jax.Array, tile: jax.Array) -> jax.Array:
+    """Compute the similarities of queries and a tile of the gallery.
+
+    Args:
+        query: [Q, D], features.
+        tile: [G, D], features.
+
+    Returns:
+        [Q, G], with float32 accuracy.
+    """
+    return jnp.einsum("qd,gd->qg", query, tile, precision=jax.lax.Precision.HIGHEST)
 
 
 def _tile_rows(rows: int) -> int | None:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.evaluation import retrieval, search, top_k
+from infcl_jax.evaluation import top_k
+from infcl_jax.inference import search
 from infcl_jax.inference.features import l2_normalize
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
@@ -24,8 +25,8 @@ def features(rows, dim=16, seed=0):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(retrieval, "_QUERY_ROWS", 7)
-    monkeypatch.setattr(retrieval, "_GALLERY_ROWS", 5)
+    monkeypatch.setattr(search, "_QUERY_ROWS", 7)
+    monkeypatch.setattr(search, "_GALLERY_ROWS", 5)
 
 
 @pytest.fixture
@@ -108,11 +109,11 @@ def test_nan_comes_last():
 
 
 def test_memory_does_not_grow_with_the_rows(monkeypatch):
-    monkeypatch.setattr(retrieval, "_GALLERY_ROWS", 16)
+    monkeypatch.setattr(search, "_GALLERY_ROWS", 16)
     mesh, block, count = data_mesh(), 32, 4
 
     def temporary_bytes(rows):
-        gallery, row, tile_rows = retrieval.shard_gallery(mesh, features(rows, 2), np.arange(rows, dtype=np.int32))
+        gallery, row, tile_rows = search.shard_gallery(mesh, features(rows, 2), np.arange(rows, dtype=np.int32))
         query = replicate(mesh, features(block, 2))
         lowered = search._candidates.lower(query, gallery, row, count=count, mesh=mesh, tile_rows=tile_rows)
         return lowered.compile().memory_analysis().temp_size_in_bytes

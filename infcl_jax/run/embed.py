@@ -197,7 +197,7 @@ def _finished(output: Path, store: FeatureStore, identity: dict[str, Any]) -> tu
         while not error and done < store.segments and store.problem(done) is None:
             bad += len(store.segment_range(done)) - len(np.unique(store.rows(done)[1]))
             done += 1
-    done, bad = gather(-1 if error else done)[0], gather(bad)[0]  # of the lead process
+    done, bad = gather([-1 if error else done, bad])[0]  # of the lead process
     if done < 0:
         raise ValueError(error or "the lead process refused the output; see its error")
     if done:

@@ -45,5 +45,5 @@ def keep_step(step: int, save: Callable[[], bool], batch_size: int | None = None
 
 def _all_fail(step: int) -> bool:
     """Return whether all processes fail after this step."""
-    topic, own = f"failed/{step}/{next(_failures)}", channel()
-    return own is None or own.meets(topic, _ALL_SECONDS)
+    messages, failure = channel(), next(_failures)
+    return messages is None or messages.meets(f"failed/{step}/{failure}", _ALL_SECONDS)

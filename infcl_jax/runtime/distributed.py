@@ -8,17 +8,7 @@ from typing import Any
 import jax
 
 from infcl_jax.runtime import jax_start, process_watch, rendezvous
-from infcl_jax.runtime.mesh import (  # noqa: F401
-    DATA_AXIS,
-    MESHES,
-    data_mesh,
-    flat_mesh,
-    replicate,
-    shard_batch,
-    to_host,
-    training_mesh,
-)
-from infcl_jax.runtime.processes import channel, is_lead, local_processes, union  # noqa: F401
+from infcl_jax.runtime.processes import channel
 
 # Seconds. A scheduler starts the tasks of a job within seconds; containers and network file systems add a minute or so.
 START_TIMEOUT = 120
@@ -89,8 +79,8 @@ def initialize(
         jax.distributed.initialize(
             **cluster, initialization_timeout=start_timeout, heartbeat_timeout_seconds=lost_process_timeout
         )
-        if watch is not None and (own := channel()) is not None:
-            watch.joined(own)
+        if watch is not None and (messages := channel()) is not None:
+            watch.joined(messages)
 
 
 def _detected_address(start_timeout: int) -> rendezvous.Address | None:

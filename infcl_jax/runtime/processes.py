@@ -95,8 +95,8 @@ def gather(value: Any) -> list[Any]:
 
     Every process must call this. It synchronizes the processes.
     """
-    own = channel()
-    return [value] if own is None else [json.loads(text) for text in own.gather(json.dumps(value))]
+    messages = channel()
+    return [value] if messages is None else [json.loads(text) for text in messages.gather(json.dumps(value))]
 
 
 def union(values: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
-from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_model, variable_shapes
+from infcl_jax.models import CLIP, TextPair, build_model, variable_shapes
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.run.frozen_towers import FeatureCache
 from infcl_jax.run.model import DEFAULT_MODEL, saved_config
@@ -41,6 +41,7 @@ from infcl_jax.training import (
     make_optimizer,
     make_train_step,
 )
+from infcl_jax.training.compiled_step import device_memory_limit
 from infcl_jax.training.grad_cache import KEEP_MOST
 from infcl_jax.training.state import StateInit
 from infcl_jax.training.step import TrainStep
@@ -86,15 +87,10 @@ class Run:
         """Tokenizer of the texts, in an existing run its copy."""
         return self.task.tokenizer(self.origin)
 
-    @property
-    def model_config(self) -> CLIPConfig | TextPairConfig:
-        """Configuration of the model."""
-        return self.task.model_config
-
     @functools.cached_property
     def model(self) -> CLIP | TextPair:
         """Flax module of the model."""
-        return build_model(self.model_config)
+        return build_model(self.task.model_config)
 
     @functools.cached_property
     def loss(self) -> Loss:
@@ -118,9 +114,12 @@ class Run:
     @functools.cached_property
     def workload(self) -> "Workload":
         """Settings that determine the memory of a step, for the planner."""
-        from infcl_jax.run.memory import device_workload
+        from infcl_jax.run.memory import run_workload, teacher_memory
 
-        return device_workload(self)
+        # A collective, which a single process must not start after it has run out of memory.
+        limit = device_memory_limit() if self.config.grad_cache.keep == KEEP_MOST else None
+        parts = self.task, self.model, self.loss, self.optimizer, self.source
+        return run_workload(*parts, self.mesh.size, limit, teacher=teacher_memory(self.teacher))
 
     @functools.cached_property
     def init(self) -> StateInit:
@@ -160,7 +159,7 @@ class Run:
         config, kind = self.config, self.mesh.devices.flat[0].device_kind
         unlocked = {name: config.unlocked_groups[name] for name in config.frozen}
         sizes = config.batch_size, self.mesh.size
-        return utilization(self.model_config, *sizes, kind, unlocked, self.task.precomputed)
+        return utilization(self.task.model_config, *sizes, kind, unlocked, self.task.precomputed)
 
     def initialized(self, state: TrainState) -> TrainState:
         """Return the state of a new run with the parameters of the settings `init`, and a limited logit scale."""

@@ -9,19 +9,11 @@ from infcl_jax.data import Source
 from infcl_jax.losses import Loss
 from infcl_jax.models import CLIP, TextPair
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation
-from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, device_memory_limit, store_activations, tree_bytes
-from infcl_jax.run.build import Run, num_samples
+from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, store_activations, tree_bytes
+from infcl_jax.run.build import num_samples
 from infcl_jax.run.task import Task
 from infcl_jax.run.teacher import Teacher
 from infcl_jax.training.grad_cache import KEEP_MOST
-
-
-def device_workload(run: Run) -> Workload:
-    """Return the workload of a run on its devices."""
-    # A collective, which a single process must not start after it has run out of memory.
-    limit = device_memory_limit() if run.config.grad_cache.keep == KEEP_MOST else None
-    arguments = run.task, run.model, run.loss, run.optimizer, run.source, run.mesh.size, limit
-    return run_workload(*arguments, teacher=teacher_memory(run.teacher))
 
 
 def run_workload(

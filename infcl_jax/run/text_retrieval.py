@@ -40,7 +40,7 @@ from infcl_jax.run.tokenizer import load_run_tokenizer
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import data_mesh, flat_mesh, shard_batch
 from infcl_jax.settings import RunConfig, check_model_overrides, model_changes
-from infcl_jax.training import TextRetrievalConfig, TrainState, restore_variables
+from infcl_jax.training import TrainState, restore_variables
 from infcl_jax.training.restore import replicated_shapes
 
 _BATCH = ("query", "passage", "passage_mask")  # entries of a batch that the step takes
@@ -68,12 +68,7 @@ class TextRetrievalTask:
     @property
     def passages(self) -> int:
         """Passages of each query."""
-        return 1 + self.settings.hard_negatives
-
-    @property
-    def settings(self) -> TextRetrievalConfig:
-        """Settings of text retrieval."""
-        return self.config.text_retrieval
+        return 1 + self.config.text_retrieval.hard_negatives
 
     @functools.cached_property
     def base_model(self) -> TextPairConfig:
@@ -109,12 +104,12 @@ class TextRetrievalTask:
         Raises:
           ValueError: queries have more tokens than the context length.
         """
-        length = self.settings.query_length
+        length = self.config.text_retrieval.query_length
         if length is not None and length > tokenizer.context_length:
             raise ValueError(
                 f"expected text_retrieval.query_length <= text.context_length={tokenizer.context_length}, got {length}"
             )
-        return PairTexts(tokenizer, length, self.settings.separator)
+        return PairTexts(tokenizer, length, self.config.text_retrieval.separator)
 
     def source(self) -> Source:
         """Open the training data, see `infcl_jax.data.QuerySource`."""
@@ -130,7 +125,7 @@ class TextRetrievalTask:
     ) -> TrainIterator:
         """Create the endless iterator over this process's rows of training batches, see `pair_iterator`."""
         del mesh, features, teacher  # without images to decode, frozen towers and teachers
-        config, settings = self.config, self.settings
+        config, settings = self.config, self.config.text_retrieval
         return pair_iterator(
             cast(QuerySource, source),
             self.pair_texts(tokenizer),
@@ -167,7 +162,7 @@ class TextRetrievalTask:
     ) -> TextRetrievalSuite:
         """Open the corpus and the questions, see `infcl_jax.run.evaluation_suite`."""
         del say  # the search is silent
-        settings = self.settings
+        settings = self.config.text_retrieval
         suite = TextRetrievalSuite(model, self.pair_texts(tokenizer), flat_mesh(mesh))
         if settings.corpus is None or settings.questions is None:
             return suite

@@ -136,7 +136,7 @@ def _random_batch(run: Run, loss: Loss) -> dict[str, np.ndarray]:
         batch["passage_mask"] = np.arange(passages) < rng.integers(1, passages, (rows, 1), endpoint=True)
     for name, row in row_shapes(run.model, rows).items():
         shape = (rows, passages, *row.shape[1:]) if name == "passage" else row.shape
-        low, high = (0, 256) if row.dtype == np.uint8 else (1, run.model_config.text.vocab_size)
+        low, high = (0, 256) if row.dtype == np.uint8 else (1, run.task.model_config.text.vocab_size)
         batch[name] = rng.integers(low, high, shape, dtype=row.dtype)
     return batch | {
         "index": rng.permutation(2 * rows)[:rows].astype(np.int32),

@@ -41,9 +41,7 @@ def test_the_settings_of_a_built_run_are_resolved():
 
 def test_as_many_chunks_are_stored_as_fit(monkeypatch):
     """The setting stays -1 in the record of the run."""
-    from infcl_jax.run import memory
-
-    monkeypatch.setattr(memory, "device_memory_limit", lambda: 2**30)
+    monkeypatch.setattr(build, "device_memory_limit", lambda: 2**30)
     built = Run(make_config(runs.config(**{"grad_cache.chunk_size": 8, "grad_cache.keep": -1})), oracle.mesh_of(1))
     assert (built.config.grad_cache.keep, built.cache.keep, built.cache.chunk_size) == (-1, 4, 8)
     assert run.workload(built.config, 1, memory_limit=2**30).cache == built.cache

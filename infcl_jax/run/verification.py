@@ -112,7 +112,7 @@ def small_config(config: RunConfig, rows: int) -> RunConfig:
 
 def _small_model(task: Task) -> dict[str, Any]:
     """Return model overrides: small shapes, fp32 and no dropout."""
-    model, size = task.model_config, _HEAD_DIM * -(-max(task.prefixes, default=1) // _HEAD_DIM)
+    model, size = task.model_config, _HEAD_DIM * -(-max(task.config.matryoshka, default=1) // _HEAD_DIM)
     tower = {"width": size, "layers": 1, "heads": size // _HEAD_DIM, "dropout": 0.0}
     towers: dict[str, Any] = {"text": tower | {"context_length": min(_TOKENS, model.text.context_length)}}
     vision = getattr(model, "vision", None)

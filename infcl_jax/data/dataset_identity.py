@@ -20,15 +20,16 @@ _DATASET, _RECORDS = "dataset", "records"
 _logger = logging.getLogger(__name__)
 
 
-def hash_samples(digest: Any, source: Source, *, messages: bool = False) -> None:
-    """Add the contents of 16 samples to a hash.
+def hash_samples(digest: Any, source: Source, *, count: int = _PROBES, messages: bool = False) -> None:
+    """Add the contents of some samples to a hash.
 
     Args:
       digest: object of `hashlib`.
       source: source of the samples, evenly spaced.
+      count: number of the samples.
       messages: whether the messages of bad records count, which name files.
     """
-    for index in np.linspace(0, len(source) - 1, _PROBES).astype(int).tolist():
+    for index in np.linspace(0, len(source) - 1, count).astype(int).tolist():
         try:
             example: Any = source[index]
         except BadRecordError as error:

@@ -1,1 +1,1 @@
-"""Trained and pretrained models, to encode images and texts."""
+"""Trained and pretrained models: encoding of images and texts, classifiers, exact search, feature files."""

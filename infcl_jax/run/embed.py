@@ -28,7 +28,8 @@ from infcl_jax.runtime.processes import gather, is_lead, local_processes
 from infcl_jax.runtime.progress import Progress
 
 _SEGMENT_BATCHES = 16  # batches between two writes, which a killed command repeats
-_MANIFEST = "manifest.json"
+_PROBES = 64  # samples whose contents identify a source
+_IDENTITY_FILE = "identity.json"
 
 _logger = logging.getLogger("infcl_jax.embed")
 
@@ -164,7 +165,7 @@ def _reported(batches: Iterable[Batch]) -> Iterator[Batch]:
 def _identity(encoder: Encoder, source: Source, captions: bool, segment_rows: int) -> dict[str, Any]:
     """Describe what determines the rows of a segment."""
     samples = hashlib.sha256()
-    hash_samples(samples, source)
+    hash_samples(samples, source, count=_PROBES)
     tokenizer = {"tokenizer": TowerInput("text", 0, encoder.tokenizer).fingerprint()} if captions else {}
     return {
         "model": encoder.fingerprint(),
@@ -182,10 +183,10 @@ def _finished(output: Path, store: FeatureStore, identity: dict[str, Any]) -> tu
     Raises:
       ValueError: the output exists, or the segments are of another model or source.
     """
-    error, done, bad, manifest = "", 0, 0, store.folder / _MANIFEST
+    error, done, bad, path = "", 0, 0, store.folder / _IDENTITY_FILE
     if is_lead():
-        if manifest.is_file():
-            saved = read_json(manifest)
+        if path.is_file():
+            saved = read_json(path)
             if changed := [name for name in identity if saved.get(name) != identity[name]]:
                 names = ", ".join(changed)
                 error = f"expected {store.folder} to be of the same {names}, got others; give them or delete it"
@@ -193,7 +194,7 @@ def _finished(output: Path, store: FeatureStore, identity: dict[str, Any]) -> tu
             error = f"expected a new --output, got {output}, which exists; delete it or choose another"
         else:
             store.folder.mkdir(parents=True, exist_ok=True)
-            replace_text(manifest, json.dumps(identity, indent=2))
+            replace_text(path, json.dumps(identity, indent=2))
         while not error and done < store.segments and store.problem(done) is None:
             bad += len(store.segment_range(done)) - len(np.unique(store.rows(done)[1]))
             done += 1

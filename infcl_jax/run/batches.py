@@ -39,7 +39,7 @@ class Batches:
 
     run: Run
     data: TrainIterator
-    wait: DataWait = dataclasses.field(default_factory=DataWait)
+    wait: DataWait
     console: RunConsole = dataclasses.field(default_factory=RunConsole)
     lost_workers: LostWorkers = dataclasses.field(default_factory=LostWorkers)
     advised: set[str] = dataclasses.field(default_factory=set)

@@ -37,6 +37,8 @@ from infcl_jax.training import (
 )
 from infcl_jax.training.step import Metrics
 
+COMPILING = "compiling the training step"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainLoop:
@@ -55,6 +57,7 @@ class TrainLoop:
       callbacks: hooks of the user.
       console: console of the run.
       profile: trace of some steps.
+      compiled: whether the training step is compiled.
     """
 
     run: Run
@@ -69,6 +72,7 @@ class TrainLoop:
     callbacks: Callback = dataclasses.field(default_factory=Callback)
     console: RunConsole = dataclasses.field(default_factory=RunConsole)
     profile: Profile = dataclasses.field(default_factory=Profile)
+    compiled: bool = False
 
     @functools.cached_property
     def pauses(self) -> Pauses:
@@ -132,7 +136,8 @@ class TrainLoop:
         """Read a batch and dispatch a step on it; return the next state and the metrics."""
         batch = self.batches.next()
         self.profile.start(step)
-        with self.progress.compiling():
+        compiles = step == self.start + 1 and not self.compiled
+        with self.console.busy(COMPILING, announced=True) if compiles else contextlib.nullcontext():
             state, metrics = self.run.step(state, batch)
         self.profile.stop(step, metrics)
         self.batches.wait.step(metrics)

@@ -21,7 +21,7 @@ from infcl_jax.run.batches import Batches
 from infcl_jax.run.build import Run, build_run, recorded_config
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.devices import start_devices
-from infcl_jax.run.loop import TrainLoop, evaluates, is_evaluated
+from infcl_jax.run.loop import COMPILING, TrainLoop, evaluates, is_evaluated
 from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.run.model import save_base_model
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
@@ -189,7 +189,7 @@ class Training:
                 ending = "its last evaluation is completed" if completes else ending
                 say(f"the run has all of its {start} steps: {ending}")
             with explained_out_of_memory(run, memory_limit):
-                results = self.loop(run, state, data, trains=trains, completes=completes)
+                results = self.loop(run, state, data, trains=trains, completes=completes, compiled=compiled is not None)
         return run, data, results, trains or completes
 
     def origin(self, config: RunConfig) -> Path | None:
@@ -262,8 +262,7 @@ class Training:
         """Wait for the compiled training step and return its memory; None without one."""
         if compiled is None:
             return None
-        self.console.doing("compiling the training step")
-        with explained_out_of_memory(run, limit):
+        with self.console.busy(COMPILING, announced=True), explained_out_of_memory(run, limit):
             return StepMemory.of(compiled.result(), limit)
 
     def record_start(self, step: int, memory: StepMemory | None, limit: int | None) -> None:
@@ -273,9 +272,21 @@ class Training:
         self.outputs.attempt(path, lambda: record_start(self.workdir, step, components, limit))
 
     def loop(
-        self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, completes: bool
+        self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, completes: bool, compiled: bool
     ) -> dict[str, float]:
-        """Run the steps that are left, or evaluate a finished run; return the results of the last evaluation."""
+        """Run the steps that are left, or evaluate a finished run.
+
+        Args:
+          run: parts of the run.
+          state: train state.
+          data: training data at the position of the state.
+          trains: whether steps are left.
+          completes: whether the last evaluation of a finished run did not end.
+          compiled: whether the training step is compiled.
+
+        Returns:
+          Results of the last evaluation.
+        """
         config, start, lead = run.config, int(state.step), is_lead()
         writer = MetricWriter(
             self.workdir,
@@ -297,6 +308,9 @@ class Training:
         )
         wait = DataWait(start)
         with writer, contextlib.closing(safeguards), wait, profile, rare_garbage_collection():
+            self.callbacks.on_chance(run.suite.chance)
+            self.callbacks.on_start(config, self.workdir, start)
+            self.console.doing("reading the first batch" if trains else "evaluation")
             batches = Batches(run, data, wait, self.console, LostWorkers(self.workdir, self.outputs))
             loop = TrainLoop(
                 run,
@@ -311,10 +325,8 @@ class Training:
                 self.callbacks,
                 self.console,
                 profile,
+                compiled=compiled,
             )
-            self.callbacks.on_chance(run.suite.chance)
-            self.callbacks.on_start(config, self.workdir, start)
-            self.console.doing("reading the first batch" if trains else "evaluation")
             try:
                 return loop.fit(state) if trains else loop.finish(state, completes)
             except WorkerLost as error:

@@ -12,9 +12,9 @@ _THRESHOLDS = (50_000, 20, 20)
 def rare_garbage_collection() -> Iterator[None]:
     """Leave existing objects out of garbage collection, and collect new ones rarely.
 
-    A full collection of a loaded model and its compiled programs holds Python's global lock for 0.3 to 0.4 s, every 40
-    steps of ViT-B/32 on files (H200, 2026-11-24). Training makes few cycles of references. The trace and lowering of a
-    step make many objects, which stay: frequent collections take a tenth of their time (ViT-B/32, 2026-11-26).
+    Training makes few cycles of references. A full collection of a loaded model and its compiled programs holds
+    Python's global lock for 0.3 to 0.4 s, every 40 steps of ViT-B/32 on files (H200, 2026-11-24). Frequent collections
+    take a tenth of the time to trace and lower a step, whose objects stay (ViT-B/32, 2026-11-26).
 
     Contexts may be nested: the inner one also leaves out what the outer one has made.
 

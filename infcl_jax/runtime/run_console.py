@@ -80,6 +80,7 @@ class RunConsole:
         self._log: AppendFile | None = None
         self._early: list[bytes] = []  # lines before the log file is open
         self._text = ""  # of the live line
+        self._busy: Callable[[], str] | None = None  # text of the live line, instead of the progress
         self._updated = -float("inf")
         self._doing: tuple[str, _Reminder] | None = None  # what the run does
         self._reminders: list[_Reminder] = []
@@ -165,12 +166,13 @@ class RunConsole:
             self._reminders.remove(reminder)
 
     def tick(self) -> None:
-        """Print the lines about what takes long that are due."""
+        """Update the live line, and print the lines about what takes long that are due."""
         now, doing = self._clock(), self._doing
         if doing is not None and self._lead:
             doing[1].tick(now)
         for reminder in tuple(self._reminders):
             reminder.tick(now)
+        self._show_busy()
 
     def keep(self) -> None:
         """Keep the live line as it is; the next one starts below."""
@@ -197,36 +199,25 @@ class RunConsole:
             self.progress([f"{what} ..."], due=True)
         else:
             self.keep()
+        self._busy = text
+        self._show_busy()  # in this thread, to which a notebook assigns the output
         try:
-            with self._ticking(text):
-                yield
+            yield
         finally:
+            with self._lock:
+                self._busy = None
+                if self._live is not None:
+                    self._replace("")
             self.doing(None if before is None else before[0])
         if announced:
             self.progress([text()], due=True)
             self.keep()
 
-    @contextlib.contextmanager
-    def _ticking(self, text: Callable[[], str]) -> Iterator[None]:
-        """Show a text on the live line, updated every second by a thread."""
-        if self._live is None:
-            yield
-            return
-        stopped = threading.Event()
-
-        def show() -> None:
-            with self._lock:
-                if not stopped.is_set():
-                    self._replace(self._live.fit([f"{_time_of_day()}  {text()}"]))
-
-        show()  # in this thread, to which a notebook assigns the output
-        _repeat(show, stopped)
-        try:
-            yield
-        finally:
-            with self._lock:
-                stopped.set()
-                self._replace("")
+    def _show_busy(self) -> None:
+        """Show what the run does on the live line."""
+        with self._lock:
+            if self._live is not None and self._busy is not None:
+                self._replace(self._live.fit([f"{_time_of_day()}  {self._busy()}"]))
 
     def __enter__(self) -> Self:
         """Print the lines of `print_line`, and log the warnings of the package's loggers."""
@@ -236,7 +227,12 @@ class RunConsole:
         logger.addHandler(handler)
         self._contexts.callback(logger.removeHandler, handler)
         stopped = threading.Event()
-        _repeat(self.tick, stopped)
+
+        def tick() -> None:
+            while not stopped.wait(_TICK_SECONDS):
+                self.tick()
+
+        threading.Thread(target=tick, name="console", daemon=True).start()
         self._contexts.callback(stopped.set)
         return self
 
@@ -294,16 +290,6 @@ class _Warnings(logging.Handler):
             self.handleError(record)
         if not logging.root.handlers and logging.lastResort is not None:  # which a logger with a handler never reaches
             logging.lastResort.handle(record)
-
-
-def _repeat(function: Callable[[], None], stopped: threading.Event) -> None:
-    """Call a function every second, in a thread."""
-
-    def call() -> None:
-        while not stopped.wait(_TICK_SECONDS):
-            function()
-
-    threading.Thread(target=call, name="console", daemon=True).start()
 
 
 def _time_of_day() -> str:

@@ -116,7 +116,6 @@ class TrainProgress:
         self._durations: dict[str, float] = {}  # seconds of the last pause of each kind
         self._first: tuple[int, float] | None = None  # step and clock (seconds) without pauses at the first update
         self._due: tuple[int, float] = (0, 0.0)  # step and clock (seconds) without pauses at the last due step
-        self._compiled = False
         self._scalars: dict[str, float] = {}  # latest metrics and measurements
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -148,13 +147,6 @@ class TrainProgress:
             self._scalars |= measured
         self._console.progress(self._fields(step, now), due=due)
         return measured
-
-    def compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Show that the first step is compiled; no effect on later steps."""
-        if self._compiled:
-            return contextlib.nullcontext()
-        self._compiled = True
-        return self._console.busy("compiling the training step", announced=True)
 
     @contextlib.contextmanager
     def pause(self, kind: str) -> Iterator[None]:

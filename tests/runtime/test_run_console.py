@@ -139,7 +139,7 @@ def test_the_seconds_of_a_long_compilation_tick(monkeypatch):
                 done.set()
 
     monkeypatch.setattr(run_console, "_TICK_SECONDS", 0.001)
-    with RunConsole(live=Line(), clock=lambda: 10 * next(seconds)).busy("compiling"):
+    with RunConsole(live=Line(), clock=lambda: 10 * next(seconds)) as console, console.busy("compiling"):
         assert done.wait(30)
     shown = [int(text.removeprefix("compiling ... ").removesuffix(" s")) for text in ticked[:3]]
     assert shown == sorted(set(shown)) and shown[0] > 0 and ticked[-1] == ""

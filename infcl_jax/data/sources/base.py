@@ -37,8 +37,6 @@ class Source(Protocol):
 
     The index of a sample never changes while the files of the source are the same. Optional members are
 
-    - `classes() -> Classes` for zero-shot classification, which raises `ValueError` without any, saying what to add;
-    - `captioned: bool`, whether the captions are the data's own and not prompts of the classes;
     - `describe(index) -> str` names a record by dataset, split, index, file and key, for messages;
     - `key(index) -> str` returns the name of a record, such as its path;
     - `shard(index) -> str` names the file of a record without reading it, since the disk may hang;
@@ -46,7 +44,7 @@ class Source(Protocol):
     - `image_numbers() -> np.ndarray` numbers the different images of the samples, int64 [len], where several samples
       can have one image; it may read all images;
     - `dropped: Mapping[str, int]` counts the samples that are left out, by reason;
-    - those of `BatchedSource` and `OrderedSource`.
+    - those of `ClassifiedSource`, `BatchedSource` and `OrderedSource`.
 
     Examples:
       >>> class Squares:
@@ -109,6 +107,20 @@ class Classes(NamedTuple):
 
     names: tuple[str, ...]
     templates: tuple[str, ...] | tuple[tuple[str, ...], ...]
+
+
+class ClassifiedSource(Source, Protocol):
+    """Source that can have classes.
+
+    Attributes:
+      captioned: whether the captions are the data's own; otherwise they are prompts of the classes.
+    """
+
+    captioned: bool
+
+    def classes(self) -> Classes:
+        """Return the classes; raise `ValueError` without any, saying what to add."""
+        ...
 
 
 class BadRecordError(ValueError):

@@ -278,12 +278,12 @@ def test_huge_records_are_not_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [7, 2**24])
 @pytest.mark.parametrize("line", [b"\n", b"\r\n", b" \n", b" \t\n", b" \t   \r\n", b" " * 20 + b"\n"])
-@pytest.mark.parametrize("end", [b"", b"\n", b"\n\t", b"\n" + b" " * 20])
-def test_blank_lines_are_skipped(tmp_path, monkeypatch, block, line, end):
+def test_blank_lines_are_skipped(tmp_path, monkeypatch, block, line):
     monkeypatch.setattr(text_records, "_BLOCK", block)
-    (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + line * 1000 + b"a\n" + line + b" b" + end)
-    records = text_records.RecordFile(tmp_path / "a")
-    assert [records[i] for i in range(len(records))] == [b"a", b" b"]
+    for end in (b"", b"\n", b"\n\t", b"\n" + b" " * 20):
+        (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + line * 1000 + b"a\n" + line + b" b" + end)
+        records = text_records.RecordFile(tmp_path / "a")
+        assert [records[i] for i in range(len(records))] == [b"a", b" b"], end
 
 
 def test_queries_are_cut_with_one_warning(caplog):

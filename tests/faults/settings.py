@@ -42,7 +42,7 @@ TINY = {
 }
 NO_NUMBERS = ("nan", "inf", "-inf", "1e999", "10" * 200)
 WRONG = {
-    int: ("1.5", "abc", "(1, 2)", "True", "", "1e3", "0x", *NO_NUMBERS),
+    int: ("1.5", "abc", "(1, 2)", "True", "", "15e-1", "0x", *NO_NUMBERS),
     float: ("abc", "(1, 2)", "True", "", "1,5", *NO_NUMBERS),
     bool: ("maybe", "2", "None", "1.5", "(True,)"),
 }

@@ -3,7 +3,7 @@
     python -m experiments.export --workdir=runs/quickstart --output=exported --format=open_clip
 
 The formats are those of `infcl_jax.models.save_pretrained` ("open_clip", "hf"), and "stablehlo": both encoders as
-portable programs, with a README that says how to call them. `certificate.json` is the evidence that nothing was lost.
+portable programs, with a README that says how to call them. Files are read back, and one line says what was checked.
 A run of text retrieval has the format "hf": a BERT for `transformers` in each of `query_encoder`, `passage_encoder`.
 """
 

@@ -24,7 +24,7 @@ from infcl_jax.data.transforms import RESIZE_MODES, SHORTEST_BICUBIC, Resize, re
 from infcl_jax.inference.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
 from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
 from infcl_jax.inference.prompts import Prompts, class_embeddings
-from infcl_jax.models import CLIP, Certificate, CLIPConfig, config_of, save_pretrained
+from infcl_jax.models import CLIP, CLIPConfig, config_of, save_pretrained
 from infcl_jax.models.convert import ExportFormat
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.ops.common.checks import check_choice
@@ -188,7 +188,7 @@ class Encoder:
         logits = self.logit_scale * self.encode_images(images).astype(np.float64) @ vectors.T.astype(np.float64)
         return np.asarray(jax.nn.softmax(logits.astype(np.float32), axis=1))
 
-    def save(self, path: str | os.PathLike[str], format: ExportFormat = "open_clip") -> Certificate:
+    def save(self, path: str | os.PathLike[str], format: ExportFormat = "open_clip") -> str:
         """Write the model and its tokenizer, for `load` and for other libraries.
 
         The projections of an encoder of a prefix are cut to its size.
@@ -199,24 +199,23 @@ class Encoder:
           format: "open_clip" or "hf", see `infcl_jax.models.save_pretrained`.
 
         Returns:
-          The certificate of the files, converted back.
+          One line on the files, converted back, see `infcl_jax.models.save_pretrained`.
 
         Raises:
           ValueError: the format has no such model, or the projections of an encoder of a prefix are not linear.
 
         Examples:
-          >>> certificate = infcl_jax.load("runs/digits").save("exported_run")
-          >>> certificate.format
-          'open_clip'
+          >>> infcl_jax.load("runs/digits").save("exported_run")
+          'exported_run (open_clip): ... tensors match ... parameters; converted back they are equal'
         """
         resize: dict[str, Any] = {"resize_mode": self.resize.mode, "interpolation": self.resize.interpolation}
         config = dataclasses.replace(config_of(self.model), **resize)
         variables = jax.tree.map(to_host, self.variables)
         if self.dim is not None:
             config, variables = prefix_model(config, variables, self.dim)
-        certificate = save_pretrained(Path(path), config, variables, format)
+        checked = save_pretrained(Path(path), config, variables, format)
         save_tokenizer(Path(path), self.tokenizer)
-        return certificate
+        return checked
 
     def fingerprint(self) -> str:
         """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""

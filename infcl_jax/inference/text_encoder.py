@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from infcl_jax.data import PairTexts, Passage
 from infcl_jax.data.tokenizers.folder_settings import CONFIG_FILE
 from infcl_jax.inference.features import TowerEncoder, encode_texts
-from infcl_jax.models import Certificate, TextPairConfig, build_model
+from infcl_jax.models import TextPairConfig, build_model
 from infcl_jax.models.convert.text_pair import ENCODER_FOLDERS, save_text_pair
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
@@ -93,33 +93,32 @@ class TextEncoder:
         values = _checked("passages", passages, _is_passage)
         return self._encode("passage", self.texts.passages, [_passage(value) for value in values])
 
-    def save(self, path: str | os.PathLike[str]) -> Certificate:
+    def save(self, path: str | os.PathLike[str]) -> str:
         """Write both encoders with their tokenizers, for transformers and Sentence Transformers.
 
         Args:
           path: folder, created if missing, with the subfolders `query_encoder` and `passage_encoder`.
 
         Returns:
-          The certificate of the files, read back.
+          One line on the files, read back.
 
         Raises:
           ValueError: transformers' BERT has no such model, such as one with a projection.
 
         Examples:
-          >>> certificate = infcl_jax.load("runs/dpr").save("exported_dpr")
-          >>> certificate.format
-          'hf'
+          >>> infcl_jax.load("runs/dpr").save("exported_dpr")
+          'exported_dpr (hf): ... tensors match ... parameters; converted back they are equal'
         """
         tokenizers = {"query": self.texts.query_tokenizer, "passage": self.texts.tokenizer}
         lengths = {name: tokenizer.context_length for name, tokenizer in tokenizers.items()}
-        certificate = save_text_pair(Path(path), self.config, self.variables, lengths)
+        checked = save_text_pair(Path(path), self.config, self.variables, lengths)
         for name, tokenizer in tokenizers.items():
             tokenizer.save(folder := Path(path) / ENCODER_FOLDERS[name])
             if (file := folder / CONFIG_FILE).is_file():
                 # The class reads tokenizer.json as it is; that of BERT would choose its own lower case.
                 options = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": lengths[name]}
                 file.write_text(json.dumps(read_json(file, limit=CONFIG_BYTES) | options, indent=2) + "\n")
-        return certificate
+        return checked
 
     def _encode(self, tower: str, tokenize: Callable[[Sequence[Any]], np.ndarray], texts: Sequence[Any]) -> np.ndarray:
         if not texts:

@@ -14,7 +14,7 @@ from infcl_jax.models.clip import (
     variable_shapes,
 )
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
-from infcl_jax.models.convert import Certificate, config_of, load_pretrained, save_pretrained
+from infcl_jax.models.convert import config_of, load_pretrained, save_pretrained
 from infcl_jax.models.open_clip_config import read_open_clip_config
 from infcl_jax.models.registry import build_model, create_model, model_config, model_names
 from infcl_jax.models.resnet import ResNet, ResNetConfig
@@ -42,7 +42,6 @@ __all__ = [
     "BertConfig",
     "CLIPConfig",
     "CLIPOutput",
-    "Certificate",
     "ResNet",
     "ResNetConfig",
     "TextConfig",

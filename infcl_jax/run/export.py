@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_jax.inference.pretrained_tokenizer import copy_tokenizer
-from infcl_jax.models import Certificate, save_pretrained
+from infcl_jax.models import save_pretrained
 from infcl_jax.run.model import read_model_config, saved_config
 from infcl_jax.run.task import task_of
 from infcl_jax.runtime.console import say
@@ -13,14 +13,12 @@ FOLDER = "exported"  # in the work directory
 FORMATS = ("open_clip", "hf", "stablehlo")
 
 
-def export(workdir: str | Path, output: str | Path, format: str | None = None, dim: int | None = None) -> Certificate:
+def export(workdir: str | Path, output: str | Path, format: str | None = None, dim: int | None = None) -> str:
     """Write the latest checkpoint of a run for other programs.
 
     Examples:
-      >>> certificate = infcl_jax.export("runs/digits", "exported_digits")
+      >>> checked = infcl_jax.export("runs/digits", "exported_digits")
       exported step 1 of runs/digits: ...
-      >>> certificate.format
-      'open_clip'
 
     Args:
       workdir: directory of the run.
@@ -30,7 +28,7 @@ def export(workdir: str | Path, output: str | Path, format: str | None = None, d
       dim: size of the features' prefix; None: the whole features.
 
     Returns:
-      The certificate, also written as `certificate.json`.
+      One line on the files, read and converted back, see `infcl_jax.models.save_pretrained`.
 
     Raises:
       FileNotFoundError: no run or no checkpoint in `workdir`.

@@ -37,7 +37,7 @@ from infcl_jax.inference.pretrained_tokenizer import (
 )
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.losses.matryoshka import checked_dims
-from infcl_jax.models import CLIP, Certificate, CLIPConfig, build_model, save_pretrained, variable_shapes
+from infcl_jax.models import CLIP, CLIPConfig, build_model, save_pretrained, variable_shapes
 from infcl_jax.models.convert import export_stablehlo, open_source
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.ops.color import ColorBatch, with_colors
@@ -289,7 +289,7 @@ class ImageTextTask:
         text = suitable_tokenizer(self.tokenizer(workdir) if tokenizer is None else tokenizer, config)
         return Encoder(model, variables, text, mesh, batch_size, image_resize(config), self.config.max_image_pixels)
 
-    def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> Certificate:
+    def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> str:
         """Write the latest checkpoint for other programs, see `infcl_jax.export`."""
         config, device = self.model_config, SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         shapes = variable_shapes(build_model(config))
@@ -298,9 +298,9 @@ class ImageTextTask:
         if dim is not None:
             config, variables = prefix_model(config, variables, dim)
         if format == "stablehlo":
-            certificate = export_stablehlo(output, config, variables)
+            checked = export_stablehlo(output, config, variables)
         else:
-            certificate = save_pretrained(output, config, variables, format or "open_clip")  # type: ignore[arg-type]
+            checked = save_pretrained(output, config, variables, format or "open_clip")  # type: ignore[arg-type]
         copy_tokenizer(workdir, output)
-        say(f"exported step {step} of {workdir}: {certificate.summary()}")
-        return certificate
+        say(f"exported step {step} of {workdir}: {checked}")
+        return checked

@@ -154,8 +154,8 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
         template = variable_shapes(build_model(source))
         variables = restore_variables(workdir, template, step)[1]
     else:
-        source, variables, certificate = convert(open_source(path), default=model)
-        _logger.info("%s", certificate.summary())
+        source, variables, checked = convert(open_source(path), default=model)
+        _logger.info("%s", checked)
     _check_architecture(path, source, model, tower)
     sizes = {"vision.image_size": model.vision.image_size, "text.context_length": model.text.context_length}
     arrays = {name: np.asarray(array) for name, array in flatten_dict(variables, sep="/").items()}

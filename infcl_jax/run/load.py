@@ -98,8 +98,8 @@ def load_encoder(
     if step is not None:
         raise ValueError(f"expected step=None for a pretrained model, which has no steps, got {step}")
     source, changes = open_source(str(path)), {} if dtype is None else {"dtype": dtype, "feature_dtype": None}
-    config, variables, certificate = convert(source, changes, default_config(source, model))
-    _logger.info("%s", certificate.summary())
+    config, variables, checked = convert(source, changes, default_config(source, model))
+    _logger.info("%s", checked)
     text = suitable_tokenizer(pretrained_tokenizer(source, config) if tokenizer is None else tokenizer, config)
     return Encoder(build_model(config), replicate(mesh, variables), text, mesh, batch_size, image_resize(config))
 

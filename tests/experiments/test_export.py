@@ -1,6 +1,5 @@
 """The command `experiments.export`: what its folders load and its one-line errors."""
 
-import json
 import re
 
 import jax
@@ -40,9 +39,7 @@ def features(model, variables):
 
 @pytest.mark.parametrize("format", ["open_clip", "hf"])
 def test_an_export_loads_again_with_the_same_features(workdir, tmp_path, format, capsys):
-    certificate = export(workdir, tmp_path / "a", format)
-    assert certificate.reexport_equal and certificate.resized == ()
-    assert json.loads((tmp_path / "a/certificate.json").read_text())["tensors"] == certificate.tensors
+    assert export(workdir, tmp_path / "a", format).endswith("converted back they are equal")
     assert re.search(r"exported step 1 of .*: \d+ tensors match \d+ parameters", capsys.readouterr().out)
     assert (tmp_path / "a/tokenizer").is_dir()
     own = features(runs.model(), checkpoint(workdir))
@@ -65,8 +62,8 @@ def checkpoint(workdir):
 
 def test_stablehlo_runs_without_the_model(workdir, tmp_path):
     pytest.importorskip("flatbuffers")
-    certificate = export(workdir, tmp_path / "exported", "stablehlo")
-    assert certificate.feature_difference <= 1e-6
+    checked = export(workdir, tmp_path / "exported", "stablehlo")
+    assert float(re.search(r"features differ from the model in jax \S+ by at most (\S+)$", checked)[1]) <= 1e-6
     expected, batch = features(runs.model(), checkpoint(workdir)), runs.batch(3)
     for tower in ("image", "text"):
         program = jax_export.deserialize(bytearray((tmp_path / f"exported/{tower}.stablehlo").read_bytes()))

@@ -235,7 +235,7 @@ def test_names_and_shapes_are_checked_both_ways(folder, case):
         load(folder)
 
 
-def test_buffers_are_listed_in_the_certificate(folder, caplog):
+def test_buffers_are_listed_in_the_log(folder, caplog):
     rewrite(folder, lambda tensors: tensors.update(attn_mask=np.zeros((12, 12), np.float32)))
     with caplog.at_level("INFO", "infcl_jax"):
         load(folder)

@@ -7,13 +7,11 @@ from infcl_jax.models.convert.api import (
     resize_variables,
     save_pretrained,
 )
-from infcl_jax.models.convert.certificate import Certificate
 from infcl_jax.models.convert.configs import config_of, inference_tower
 from infcl_jax.models.convert.sources import open_source
 from infcl_jax.models.convert.stablehlo import export_stablehlo
 
 __all__ = [
-    "Certificate",
     "ExportFormat",
     "config_of",
     "convert",

@@ -14,9 +14,9 @@ from flax.traverse_util import unflatten_dict
 from infcl_jax.models.clip import CLIP, variable_shapes
 from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert import hugging_face, hugging_face_files, open_clip, open_clip_files
-from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate, feature_difference
 from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.position_embeddings import resize_positions
+from infcl_jax.models.convert.reference import difference_from_reference, summary
 from infcl_jax.models.convert.sources import Source, open_source
 from infcl_jax.models.convert.tensor_files import Tensors, write_tensors
 from infcl_jax.models.convert.weight_map import WeightMap, flat_shapes, to_tensors, to_variables
@@ -42,7 +42,8 @@ def load_pretrained(
 ) -> tuple[CLIP, dict[str, Any]]:
     """Load a model with its weights from OpenCLIP or Hugging Face.
 
-    The certificate of the conversion is logged, see `Certificate`.
+    Every parameter must have its tensors. One line of the log says what was checked: tensors without a parameter, such
+    as masks, resized position embeddings, and whether the variables, converted back, equal the tensors bit for bit.
 
     Args:
       path: a local folder, or `hf-hub:OWNER/NAME[@REVISION]`, with the files of OpenCLIP (`open_clip_config.json`,
@@ -53,8 +54,8 @@ def load_pretrained(
       image_size: height and width of the images in pixels; the position embeddings are resized as in OpenCLIP. None:
         that of the model.
       context_length: tokens per text; the position embeddings are resized as in OpenCLIP. None: that of the model.
-      compare_features: whether the certificate compares features with those of `open_clip` or `transformers`, where it
-        is installed.
+      compare_features: whether the line also has the largest difference of normalized features from those of
+        `open_clip` or `transformers`, where it is installed with PyTorch.
       **overrides: further changes to the configuration, see `infcl_jax.models.model_config`. `param_dtype` casts the
         weights. By default, it is their dtype, or float32 for mixed ones.
 
@@ -68,7 +69,7 @@ def load_pretrained(
       ImportError: `huggingface_hub` is not installed (extra "hub").
 
     Examples:
-      >>> certificate = save_pretrained("exported", model, variables)
+      >>> checked = save_pretrained("exported", model, variables)
       >>> loaded, variables = load_pretrained("exported")  # or "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
       >>> encode = jax.jit(lambda variables, pixels: loaded.apply(variables, pixels, method="encode_image"))
       >>> encode(variables, pixels).shape
@@ -77,10 +78,10 @@ def load_pretrained(
     sizes = {"vision.image_size": image_size, "text.context_length": context_length}
     changes = {name: size for name, size in sizes.items() if size is not None} | overrides
     source = open_source(path)
-    config, variables, certificate = convert(source, changes, default_config(source, model))
+    config, variables, checked = convert(source, changes, default_config(source, model))
     if compare_features and not changes:
-        certificate = feature_difference(certificate, source, build_model(config), variables)
-    _logger.info("%s", certificate.summary())
+        checked += difference_from_reference(source, build_model(config), variables)
+    _logger.info("%s", checked)
     return build_model(config), variables
 
 
@@ -91,13 +92,12 @@ def save_pretrained(
     format: ExportFormat = "open_clip",
     *,
     compare_features: bool = True,
-) -> Certificate:
+) -> str:
     """Write a model for OpenCLIP or Hugging Face.
 
     Examples:
-      >>> certificate = save_pretrained("saved", model, variables)
-      >>> certificate.format, certificate.unused
-      ('open_clip', ())
+      >>> save_pretrained("saved", model, variables)
+      'saved (open_clip): ... tensors match ... parameters; converted back they are equal'
 
     Args:
       path: folder, created if missing.
@@ -105,11 +105,11 @@ def save_pretrained(
       variables: its variables.
       format: "open_clip": files for `open_clip.create_model_and_transforms("local-dir:PATH")`. "hf": files for
         `transformers.AutoModel.from_pretrained(PATH)`.
-      compare_features: whether the certificate compares features with those of `open_clip` or `transformers`, where it
-        is installed.
+      compare_features: whether the line also has the largest difference of normalized features from those of
+        `open_clip` or `transformers`, where it is installed with PyTorch.
 
     Returns:
-      The certificate of the files, converted back.
+      One line on the files, read and converted back, see `load_pretrained`.
 
     Raises:
       ValueError: the format has no such model.
@@ -130,19 +130,18 @@ def save_pretrained(
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     write_tensors(folder / weight_file, to_tensors(weights, arrays))
     source = open_source(folder)
-    _, converted, certificate = convert(source)
+    _, converted, checked = convert(source)
     back = flat_shapes(converted)
     if any(np.asarray(array).tobytes() != back[path].tobytes() for path, array in arrays.items()):
         raise ValueError(f"expected the export in {folder} to hold the variables in {config.param_dtype}, got others")
     if compare_features:
-        certificate = feature_difference(certificate, source, build_model(config), variables)
-    certificate.save(folder / CERTIFICATE_FILE)
-    return certificate
+        checked += difference_from_reference(source, build_model(config), variables)
+    return checked
 
 
 def convert(
     source: Source, overrides: Mapping[str, Any] | None = None, default: CLIPConfig | None = None
-) -> tuple[CLIPConfig, dict[str, Any], Certificate]:
+) -> tuple[CLIPConfig, dict[str, Any], str]:
     """Convert the tensors of a source to variables.
 
     Args:
@@ -151,7 +150,7 @@ def convert(
       default: configuration of a source without one.
 
     Returns:
-      Configuration, variables and certificate, without the comparison of features.
+      Configuration, variables and one line that says what was checked, see `load_pretrained`.
 
     Raises:
       ValueError: see `load_pretrained`.
@@ -169,17 +168,16 @@ def convert(
     weights = _NAMES[source.format].weight_map(original, shapes, tensors)
     arrays = flat_shapes(to_variables(weights, tensors, shapes, source.name))
     arrays, resized = resize_variables(arrays, original, config)
-    certificate = Certificate(
-        source=source.name,
-        format=source.format,
-        parameters=len(arrays),
-        tensors=len(weights.names()),
-        unused=tuple(sorted(tensors.keys() - weights.names())),
+    checked = summary(
+        source.name,
+        source.format,
+        len(weights.names()),
+        len(arrays),
+        unused=tensors.keys() - weights.names(),
         resized=resized,
-        dtype=config.param_dtype if config.param_dtype != original.param_dtype else None,
-        reexport_equal=_equals(weights, tensors, arrays, resized),
+        equal=_equals(weights, tensors, arrays, resized),
     )
-    return config, unflatten_dict(arrays, sep="/"), certificate
+    return config, unflatten_dict(arrays, sep="/"), checked
 
 
 def resize_variables(

@@ -1,9 +1,76 @@
-"""Features of OpenCLIP and transformers, where they are installed."""
+"""Checks of conversions, in one line, with the features of OpenCLIP and transformers where they are installed."""
 
+import functools
 import importlib.util
+import logging
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
+
+from infcl_jax.models.clip import CLIP
+from infcl_jax.models.config import CLIPConfig
+from infcl_jax.models.convert.configs import config_of
+from infcl_jax.models.convert.sources import Source
+
+_logger = logging.getLogger(__name__)
+
+
+def summary(
+    source: str,
+    format: str,
+    tensors: int,
+    parameters: int,
+    *,
+    unused: Collection[str] = (),
+    resized: Collection[str] = (),
+    equal: bool = True,
+) -> str:
+    """Say in one line what a conversion has checked.
+
+    Args:
+      source: file or folder of the tensors.
+      format: library that defines the names of the tensors, such as "open_clip".
+      tensors: number of tensors, each matched to a parameter.
+      parameters: number of parameters and running statistics of the model, each matched to tensors of its shape.
+      unused: tensors without a parameter, such as masks.
+      resized: position embeddings that were resized.
+      equal: whether the variables, converted back, equal the tensors bit for bit. Resized embeddings are left out, and
+        tensors are cast before.
+    """
+    text = f"{source} ({format}): {tensors} tensors match {parameters} parameters"
+    for label, names in (("unused", sorted(unused)), ("resized", list(resized))):
+        if names:
+            text += f", {label}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+    return f"{text}; converted back they {'are equal' if equal else 'DIFFER'}"
+
+
+def difference_from_reference(source: Source, model: CLIP, variables: Any) -> str:
+    """Say how much the features differ from those of the format's own library, on fixed inputs.
+
+    Args:
+      source: files of the model.
+      model: the converted model.
+      variables: its variables.
+
+    Returns:
+      The end of a `summary`. Empty without the library, or if the library cannot load the files, which is logged.
+    """
+    try:
+        reference = installed_reference(source.format)
+        if reference is None:
+            return ""
+        image, text = fixed_inputs(config_of(model))
+        expected = reference_features(source.format, source.weights.parent, image, text)
+    except Exception as error:  # of another library, whose versions differ in what they load
+        _logger.warning("no features to compare with: %r", error)
+        return ""
+    encode = (model.encode_image, image), (model.encode_text, text)
+    features = [jax.jit(functools.partial(model.apply, method=method))(variables, x) for method, x in encode]
+    difference = max(float(np.abs(np.float32(a) - b).max()) for a, b in zip(features, expected, strict=True))
+    return f"; features differ from {reference} by at most {difference:.1e}"
 
 
 def installed_reference(format: str) -> str | None:
@@ -50,3 +117,21 @@ def reference_features(format: str, folder: Path, image: np.ndarray, text: np.nd
     vectors = [getattr(array, "pooler_output", array) for array in features]
     image_features, text_features = (torch.nn.functional.normalize(array.float(), dim=-1).numpy() for array in vectors)
     return image_features, text_features
+
+
+def fixed_inputs(config: CLIPConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return two random images and texts.
+
+    Each text ends with its end token.
+
+    Returns:
+      float32 [2, h, w, 3], as if normalized; int32 [2, t].
+    """
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((2, config.vision.image_size, config.vision.image_size, 3), np.float32)
+    end_token = getattr(config.text, "end_token", None)
+    end = config.text.vocab_size - 1 if end_token is None else end_token
+    text = rng.integers(1, max(2, config.text.vocab_size - 2), (2, config.text.context_length), dtype=np.int32)
+    text[text == end] = 1 if end != 1 else 2
+    text[:, -1] = end
+    return image, text

@@ -15,8 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from infcl_jax.models.clip import CLIP, TOWERS
 from infcl_jax.models.config import CLIPConfig
-from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate, fixed_inputs
 from infcl_jax.models.convert.configs import config_of
+from infcl_jax.models.convert.reference import fixed_inputs, summary
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
 from infcl_jax.models.registry import build_model
 from infcl_jax.models.resnet import ResNetConfig
@@ -46,14 +46,14 @@ Similarities are multiplied by {scale:.6g}{bias}. Platforms: {platforms}.
 
 def export_stablehlo(
     path: str | Path, model: CLIP | CLIPConfig, variables: Any, *, platforms: Sequence[str] = PLATFORMS
-) -> Certificate:
+) -> str:
     """Write image and text encoder as portable StableHLO programs with a symbolic batch size.
 
     Writes `image.stablehlo`, `image.safetensors`, the same of `text`, and a `README.md` that says how to call them. The
     programs use no kernels of one device.
 
     Examples:
-      >>> certificate = export_stablehlo("stablehlo", model, variables, platforms=["cpu"])
+      >>> checked = export_stablehlo("stablehlo", model, variables, platforms=["cpu"])
 
     Args:
       path: folder, created if missing.
@@ -62,8 +62,8 @@ def export_stablehlo(
       platforms: platforms of JAX that can run the programs.
 
     Returns:
-      The certificate, with the largest difference of the features of the deserialized programs from the model's, on
-      this device.
+      One line with the largest difference of the features of the deserialized programs from the model's, on this
+      device.
 
     Raises:
       ImportError: flatbuffers is not installed (extra "export").
@@ -108,16 +108,8 @@ def export_stablehlo(
         platforms=", ".join(platforms),
     )
     (folder / "README.md").write_text(text)
-    certificate = Certificate(
-        source=str(folder),
-        format="stablehlo",
-        parameters=tensors,
-        tensors=tensors,
-        reference=f"the model in jax {jax.__version__}",
-        feature_difference=difference,
-    )
-    certificate.save(folder / CERTIFICATE_FILE)
-    return certificate
+    checked = summary(str(folder), "stablehlo", tensors, tensors)
+    return f"{checked}; features differ from the model in jax {jax.__version__} by at most {difference:.1e}"
 
 
 def _encoder(model: CLIP, tower: str) -> Any:

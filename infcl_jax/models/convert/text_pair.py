@@ -12,7 +12,7 @@ import numpy as np
 from infcl_jax.models.config import BertConfig
 from infcl_jax.models.convert import hugging_face
 from infcl_jax.models.convert.bert import read_config, weight_map
-from infcl_jax.models.convert.certificate import CERTIFICATE_FILE, Certificate
+from infcl_jax.models.convert.reference import summary
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
 from infcl_jax.models.convert.weight_map import flat_shapes, to_tensors, to_variables
 from infcl_jax.models.text_pair import TextPairConfig, towers_of
@@ -54,7 +54,7 @@ def check_architecture(model: TextPairConfig, theirs: BertConfig, source: str) -
         )
 
 
-def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, lengths: Mapping[str, int]) -> Certificate:
+def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, lengths: Mapping[str, int]) -> str:
     """Write both encoders, without their tokenizers.
 
     The folder has a BERT for `transformers.AutoModel.from_pretrained` in each of `query_encoder` and `passage_encoder`.
@@ -67,7 +67,7 @@ def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, leng
       lengths: tokens of a query and of a passage.
 
     Returns:
-      The certificate of the files, read back, also written as `certificate.json`.
+      One line on the files, read back.
 
     Raises:
       ValueError: transformers' BERT has no such model, such as one with a projection.
@@ -90,9 +90,7 @@ def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, leng
                 f"expected the export in {folder} to hold the variables in {model.param_dtype}, got others"
             )
         parameters, names = parameters + len(arrays), names + len(tensors)
-    certificate = Certificate(source=str(path), format="hf", parameters=parameters, tensors=names)
-    certificate.save(Path(path) / CERTIFICATE_FILE)
-    return certificate
+    return summary(str(path), "hf", names, parameters)
 
 
 def _bert_config(model: TextPairConfig) -> dict[str, Any]:

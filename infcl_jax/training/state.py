@@ -194,7 +194,8 @@ def _draw(traced: Any) -> Any:
     A single program would compile each of its hundreds of draws. Op by op, draws of equal shape share a program.
     """
     live, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))  # without the forward pass
-    leaves = jaxpr_as_fun(traced.jaxpr.replace(jaxpr=live))()
+    with jax.ensure_compile_time_eval():  # also where a caller traces, as for the shapes of `create_state`
+        leaves = jaxpr_as_fun(traced.jaxpr.replace(jaxpr=live))()
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
 
 

@@ -108,7 +108,8 @@ def test_its_features_are_those_of_the_converted_model(weights, lit):
 
 def test_the_tower_is_encoded_once(case, weights):
     """Images in place of features add the operations of one forward pass."""
-    config, mesh = settings(case, weights, **{"grad_cache.chunk_size": 16}), data_mesh(jax.devices()[:1])
+    chunks = {"grad_cache.chunk_size": 16}
+    config, mesh = settings(case, weights, **chunks), data_mesh(jax.devices()[:1])
     model = infcl_jax.load(weights).model
     side, rows = model.visual.image_size, config.batch_size
     batch = {
@@ -122,7 +123,7 @@ def test_the_tower_is_encoded_once(case, weights):
         return text.count("stablehlo.dot_general") + text.count("stablehlo.convolution")
 
     def step_operations(batch, **changes):
-        config.update_from_flattened_dict(changes)
+        config = settings(case, weights, **chunks | changes)
         state = jax.eval_shape(lambda: run.initial_state(config, mesh))
         step = make_train_step(run.loss(config, mesh), 0, GradCacheConfig(**config.grad_cache), mesh)
         return operations(step, state, batch), state

@@ -199,7 +199,7 @@ def changed_settings(old: RunConfig | ConfigDict, new: RunConfig | ConfigDict) -
       {'seed': (0, 7)}
     """
     after = flattened(new)
-    return {name: (value, after[name]) for name, value in flattened(old).items() if value != after[name]}
+    return {name: (value, after[name]) for name, value in sorted(flattened(old).items()) if value != after[name]}
 
 
 def keep_recorded(old: RunConfig, new: RunConfig) -> RunConfig:

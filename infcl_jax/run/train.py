@@ -12,8 +12,6 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, same_place
-from infcl_jax.data.pipeline import TRUNCATED
-from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
@@ -24,14 +22,14 @@ from infcl_jax.run.devices import start_devices
 from infcl_jax.run.loop import COMPILING, TrainLoop, evaluates, is_evaluated
 from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.run.model import save_base_model
-from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
+from infcl_jax.run.results import announce, conclude
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE, record_start
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import fail, failures
 from infcl_jax.runtime.processes import is_lead
-from infcl_jax.settings import AnyConfig, RunConfig, check_config, format_changes, make_config, name_changes
+from infcl_jax.settings import AnyConfig, RunConfig, check_config, make_config, name_changes
 from infcl_jax.training import (
     Checkpointer,
     DataWait,
@@ -43,7 +41,6 @@ from infcl_jax.training import (
     Safeguards,
     TrainState,
     WorkdirLock,
-    parameter_count,
     prepare_workdir,
     rare_garbage_collection,
 )
@@ -129,7 +126,8 @@ def _train(config: RunConfig, workdir: str | Path, preemption: Preemption, callb
         with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
             training = Training(workdir, console, outputs, checkpoints, preemption, callbacks)
             run, data, results, changed = training.train(config, mesh)
-        training.conclude(run, data, results, changed)
+        conclude(run, workdir if changed else None, data, results, outputs)
+        callbacks.on_end(run.config.total_steps, results)
         return results
 
 
@@ -334,23 +332,6 @@ class Training:
                 fail(end)
                 raise end from None
 
-    def conclude(self, run: Run, data: TrainIterator, results: dict[str, float], changed: bool) -> None:
-        """Plot the curves and say how the run has ended; `train` returns the arguments."""
-        if truncated := run.tokenizer.truncated + int(data.stats().get(TRUNCATED, 0)):
-            say(f"truncated {truncated} captions to {run.tokenizer.context_length} tokens")
-        if left_out := int(data.stats().get(LEFT_OUT, 0)):
-            say(f"left out {left_out} hard negatives that are positives of their own query")
-        if changed:
-            self.outputs.attempt(self.workdir / CURVES_FILE, lambda: save_curves(self.workdir, run.suite))
-        if not results:
-            say_results(run.config.total_steps, results)
-        if bad_records := data.bad_records.summary():
-            say(bad_records)
-        self.outputs.retry()
-        if unwritten := self.outputs.summary():
-            say(f"warning: {unwritten}")
-        self.callbacks.on_end(run.config.total_steps, results)
-
 
 @contextlib.contextmanager
 def explained_out_of_memory(run: Run, limit: int | None) -> Iterator[None]:
@@ -368,22 +349,3 @@ def explained_out_of_memory(run: Run, limit: int | None) -> Iterator[None]:
         from infcl_jax.planner import explain_out_of_memory, plan_memory  # training plans nothing otherwise
 
         raise explain_out_of_memory(error, plan_memory(run.workload, limit)) from error
-
-
-def announce(run: Run, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator) -> None:
-    """Print a summary of the run, the memory of its compiled step, how it reads data, and its changed settings."""
-    config, devices = run.config, run.mesh.devices.flat
-    parameters = f"{parameter_count(state.params) / 1e6:.1f} M parameters"
-    if state.frozen:
-        parameters += f" ({parameter_count(state.trained) / 1e6:.1f} M trained)"
-    say(
-        f"{config.model or config.init.model}, {parameters}, on {run.mesh.size} {devices[0].platform} device(s), "
-        f"{jax.process_count()} process(es); {config.dataset}, batch {config.batch_size}, {config.total_steps} steps"
-    )
-    if memory is not None:
-        say(str(memory))
-    say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
-    if int(state.step):
-        say(f"resumed from step {int(state.step)} in {workdir}")
-    for line in format_changes(run.changed):
-        say(line)

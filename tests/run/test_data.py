@@ -14,7 +14,7 @@ from infcl_jax import run
 from infcl_jax.grad_cache import chunk_rows
 from infcl_jax.ops.color import ColorBatch
 from infcl_jax.run import image_text
-from infcl_jax.settings import changed_settings, total_steps, with_total_steps
+from infcl_jax.settings import changed_settings, make_config, total_steps, with_total_steps
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(("length", "steps"), LENGTHS, ids=str)
 def test_the_length_of_a_run_is_resolved_to_steps(length, steps):
-    config, source = runs.config(**({"total_steps": None} | length)), range(40)
+    config, source = make_config(runs.config(**({"total_steps": None} | length))), range(40)
     resolved = with_total_steps(config, source)
     assert (resolved.total_steps, resolved.samples_seen, resolved.epochs) == (steps, None, None)
     assert total_steps(resolved) == steps  # without the data

@@ -211,6 +211,7 @@ def build_run(
     mesh: Mesh,
     *,
     origin: Path | None = None,
+    recorded: RunConfig | None = None,
     check: Callable[[], None] | None = None,
     doing: Callable[[str], None] = lambda phase: None,
 ) -> Run:
@@ -222,6 +223,7 @@ def build_run(
       config: settings of the run.
       mesh: devices over which the batch is sharded.
       origin: directory of the resumed or forked run; None for a new one.
+      recorded: settings of the run in `origin`; None without them.
       check: function that evaluations call before each batch and task, which may raise to end them.
       doing: function that gets the name of each phase.
 
@@ -231,7 +233,7 @@ def build_run(
       ImportError: a package of the tokenizer is not installed.
     """
     doing("reading the dataset")
-    source, recorded = task_of(config).source(), None if origin is None else recorded_config(origin)
+    source = task_of(config).source()
     config = resolved_config(config, source, recorded)
     changed = {} if recorded is None else changed_settings(recorded, config)
     fixed = [name for name, setting in SETTINGS.items() if setting.fixed]

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from infcl_jax.inference.pretrained_tokenizer import copy_tokenizer
-from infcl_jax.models import save_pretrained
-from infcl_jax.run.model import read_model_config, saved_config
+from infcl_jax.models import CLIPConfig, save_pretrained
+from infcl_jax.run.model import saved_config
 from infcl_jax.run.task import task_of
 from infcl_jax.runtime.console import say
 
@@ -39,16 +39,17 @@ def export(workdir: str | Path, output: str | Path, format: str | None = None, d
     return task_of(saved_config(workdir)).export(Path(workdir), Path(output), format, dim)
 
 
-def export_weights(workdir: Path, variables: Any) -> None:
+def export_weights(workdir: Path, config: CLIPConfig, variables: Any) -> None:
     """Write the weights of a finished run to `workdir/exported`, for OpenCLIP and `infcl_jax.load`.
 
     A model that OpenCLIP does not have ends in a warning, not in an error.
 
     Args:
-      workdir: directory of the run, with its `config.json`.
+      workdir: directory of the run.
+      config: configuration of the model.
       variables: Flax variables on the host.
     """
-    config, output = read_model_config(saved_config(workdir)), workdir / FOLDER
+    output = workdir / FOLDER
     try:
         save_pretrained(output, config, variables, compare_features=False)
         copy_tokenizer(workdir, output)

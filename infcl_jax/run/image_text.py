@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.data import (
     BadRecordError,
@@ -37,20 +37,19 @@ from infcl_jax.inference.pretrained_tokenizer import (
 )
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.losses.matryoshka import checked_dims
-from infcl_jax.models import CLIP, CLIPConfig, build_model, save_pretrained, variable_shapes
+from infcl_jax.models import CLIP, CLIPConfig, build_model, save_pretrained
 from infcl_jax.models.convert import export_stablehlo, open_source
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.ops.color import ColorBatch, with_colors
 from infcl_jax.run.initialize import initialize
-from infcl_jax.run.model import base_model, overridden_model, run_of, saved_config
+from infcl_jax.run.model import base_model, overridden_model, restored_model, run_of, saved_config
 from infcl_jax.run.tokenizer import load_run_tokenizer
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.mesh import flat_mesh, shard_batch
+from infcl_jax.runtime.mesh import data_mesh, flat_mesh, shard_batch
 from infcl_jax.runtime.processes import local_processes
 from infcl_jax.settings import RunConfig
-from infcl_jax.training import TrainState, loss_class, replayed, restore_variables
+from infcl_jax.training import TrainState, loss_class, replayed
 from infcl_jax.training.frozen import PrecomputedFeatures
-from infcl_jax.training.restore import replicated_shapes
 
 _PREFETCHED = 1  # decoded batches that wait in the memory of the devices
 
@@ -281,20 +280,16 @@ class ImageTextTask:
         batch_size: int,
     ) -> Encoder:
         """Load the encoder of a checkpoint, see `infcl_jax.load`."""
-        config = self.model_config
-        if dtype is not None:
-            config = dataclasses.replace(config, dtype=dtype, feature_dtype=None)
-        model = build_model(config)
-        _, variables = restore_variables(workdir, replicated_shapes(variable_shapes(model), mesh), step)
+        _, config, variables = restored_model(self.model_config, workdir, mesh, step, dtype)
         text = suitable_tokenizer(self.tokenizer(workdir) if tokenizer is None else tokenizer, config)
-        return Encoder(model, variables, text, mesh, batch_size, image_resize(config), self.config.max_image_pixels)
+        return Encoder(
+            build_model(config), variables, text, mesh, batch_size, image_resize(config), self.config.max_image_pixels
+        )
 
     def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> str:
         """Write the latest checkpoint for other programs, see `infcl_jax.export`."""
-        config, device = self.model_config, SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        shapes = variable_shapes(build_model(config))
-        template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
-        step, variables = restore_variables(workdir, template)
+        mesh = data_mesh(jax.local_devices(backend="cpu")[:1])
+        step, config, variables = restored_model(self.model_config, workdir, mesh)
         if dim is not None:
             config, variables = prefix_model(config, variables, dim)
         if format == "stablehlo":

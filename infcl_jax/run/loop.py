@@ -197,7 +197,7 @@ class TrainLoop:
         if self.run.config.export:
             variables = to_host(state.evaluated_variables)  # a collective
             if is_lead():
-                export_weights(self.workdir, variables)
+                export_weights(self.workdir, self.run.task.model_config, variables)  # type: ignore[arg-type]
 
     def report(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Check, print, record and return the metrics of one step.

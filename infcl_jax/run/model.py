@@ -3,8 +3,11 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
-from infcl_jax.models import CLIPConfig, model_config
+from jax.sharding import Mesh
+
+from infcl_jax.models import CLIPConfig, TextPairConfig, build_model, model_config, variable_shapes
 from infcl_jax.models.config import config_to_json
 from infcl_jax.models.convert.api import read_config
 from infcl_jax.models.convert.sources import open_source
@@ -21,8 +24,9 @@ from infcl_jax.settings import (
     precision_of_overrides,
     with_changes,
 )
-from infcl_jax.training import CHECKPOINTS, load_config
+from infcl_jax.training import CHECKPOINTS, load_config, restore_variables
 from infcl_jax.training.checkpoint_folder import step_of
+from infcl_jax.training.restore import replicated_shapes
 
 DEFAULT_MODEL = "tiny-shapes"
 
@@ -119,3 +123,28 @@ def overridden_model(config: RunConfig, base: CLIPConfig) -> CLIPConfig:
     overrides = model_changes(config.precision, config.model_overrides)
     check_model_overrides(base, overrides)
     return change_config(base, **overrides)
+
+
+def restored_model[C: CLIPConfig | TextPairConfig](
+    config: C, workdir: Path, mesh: Mesh, step: int | None = None, dtype: str | None = None
+) -> tuple[int, C, Any]:
+    """Restore the variables of a checkpoint to evaluate.
+
+    Args:
+      config: configuration of the run's model.
+      workdir: directory of the run.
+      mesh: devices that each get a copy.
+      step: step of the checkpoint; None: the latest.
+      dtype: dtype of activations and features; None: that of the run.
+
+    Returns:
+      The step, the configuration with `dtype`, and the variables.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+    """
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype, feature_dtype=None)
+    shapes = replicated_shapes(variable_shapes(build_model(config)), mesh)  # type: ignore[arg-type]
+    restored, variables = restore_variables(workdir, shapes, step)
+    return restored, config, variables

@@ -26,21 +26,15 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer
 from infcl_jax.inference.text_encoder import TextEncoder
-from infcl_jax.models import (
-    TextPair,
-    TextPairConfig,
-    build_model,
-    text_pair_config,
-    variable_shapes,
-)
+from infcl_jax.models import TextPair, TextPairConfig, text_pair_config
 from infcl_jax.models.registry import change_config
 from infcl_jax.run.initialize import initialize_pair, open_bert
+from infcl_jax.run.model import restored_model
 from infcl_jax.run.tokenizer import load_run_tokenizer
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import data_mesh, flat_mesh, shard_batch
 from infcl_jax.settings import RunConfig, check_model_overrides, model_changes
-from infcl_jax.training import TrainState, restore_variables
-from infcl_jax.training.restore import replicated_shapes
+from infcl_jax.training import TrainState
 
 _BATCH = ("query", "passage", "passage_mask")  # entries of a batch that the step takes
 
@@ -195,11 +189,7 @@ class TextRetrievalTask:
         batch_size: int,
     ) -> TextEncoder:
         """Load the encoders of a checkpoint, see `infcl_jax.load`."""
-        config = self.model_config
-        if dtype is not None:
-            config = dataclasses.replace(config, dtype=dtype, feature_dtype=None)
-        shapes = variable_shapes(build_model(config))
-        _, variables = restore_variables(workdir, replicated_shapes(shapes, mesh), step)
+        _, config, variables = restored_model(self.model_config, workdir, mesh, step, dtype)
         if tokenizer is None:
             tokenizer = self.tokenizer(workdir)
         elif not isinstance(tokenizer, BaseTokenizer):

@@ -159,8 +159,9 @@ class Training:
           changed.
         """
         memory_limit = device_memory_limit()
-        origin = self.origin(config)
-        run = build_run(config, mesh, origin=origin, check=self.preemption.check, doing=self.console.doing)
+        origin, recorded = self.origin(config)
+        check, doing = self.preemption.check, self.console.doing
+        run = build_run(config, mesh, origin=origin, recorded=recorded, check=check, doing=doing)
         compiled = self.compile_ahead(run)
         state = self.state(run)
         start, total = int(state.step), run.config.total_steps
@@ -190,8 +191,8 @@ class Training:
                 results = self.loop(run, state, data, trains=trains, completes=completes, compiled=compiled is not None)
         return run, data, results, trains or completes
 
-    def origin(self, config: RunConfig) -> Path | None:
-        """Open the log, unless the run is finished, and return the directory of the run to continue, if any."""
+    def origin(self, config: RunConfig) -> tuple[Path | None, RunConfig | None]:
+        """Open the log, unless the run is finished, and return folder and settings of the run to continue."""
         finished = False
         try:
             self.console.doing("checking the checkpoints")
@@ -203,7 +204,7 @@ class Training:
                 self.console.open_log(self.workdir, self.outputs)
         if is_lead() and not finished:
             check_writers(config.writers)  # before hours of preparation
-        return origin
+        return origin, recorded
 
     def owns(self, run: Run) -> bool:
         """Return whether the work directory has the checkpoint from which the run continues."""

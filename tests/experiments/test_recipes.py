@@ -44,13 +44,13 @@ def test_every_frozen_recipe_is_tested():
 # Recipe, argument, GPU and number of GPUs: the papers' GPUs (an A800 computes as an A100), and H100s in place of TPUs.
 PLANS = [
     (openclip, "ViT-B-32", "A100-40", 128),
-    pytest.param(openclip, "ViT-B-16", "A100-40", 176, marks=slow),
+    pytest.param(openclip, "ViT-B-16", "A100-40", 176, marks=full),
     pytest.param(openclip, "ViT-B-16-plus-240", "A100-40", 224, marks=full),
     pytest.param(openclip, "ViT-L-14", "A100-40", 400, marks=full),
-    pytest.param(disco_clip, "laion100m", "A100-40", 64, marks=slow),
+    pytest.param(disco_clip, "laion100m", "A100-40", 64, marks=full),
     pytest.param(disco_clip, "laion100m", "A100-40", 8, marks=full),
     pytest.param(disco_clip, "laion100m,batch_size=196608", "A100-40", 64, marks=full),
-    pytest.param(inf_cl, "laion400m", "A100-80", 8, marks=slow),
+    pytest.param(inf_cl, "laion400m", "A100-80", 8, marks=full),
     pytest.param(inf_cl, "laion400m,gpus=4", "A100-80", 4, marks=full),
     pytest.param(inf_cl, "laion400m,batch_size=1048576,gpus=32", "A100-80", 32, marks=full),
     pytest.param(inf_cl, "laion400m,model=ViT-L/14", "A100-80", 8, marks=full),

@@ -298,10 +298,7 @@ def test_a_killed_command_continues(tmp_path):
 # CHEAP runs as a command, see test_a_killed_command_continues
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("inf-cl-table-2", marks=pytest.mark.slow),
-        pytest.param("inf-cl-figure-s2", marks=pytest.mark.full),
-    ],
+    [pytest.param(name, marks=pytest.mark.full) for name in ("inf-cl-table-2", "inf-cl-figure-s2")],
 )
 def test_a_target_runs_at_tiny(name, tmp_path):
     target = target_named(name)

@@ -30,7 +30,7 @@ def reference(tmp_path_factory):
         ("on_step", False),
         ("on_checkpoint", True),
         pytest.param("killed in the evaluation", True, marks=pytest.mark.slow),
-        pytest.param("killed after the results", True, marks=pytest.mark.slow),
+        pytest.param("killed after the results", True, marks=pytest.mark.full),
     ],
 )
 def test_no_step_is_trained_twice(tmp_path, reference, name, keep_best):

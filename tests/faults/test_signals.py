@@ -10,7 +10,7 @@ from faults.signals import Case, run_case
     "case",
     [
         Case(signal.SIGUSR1, processes=2, rank=1, started=True, delay=0.1),
-        pytest.param(Case(signal.SIGHUP, processes=1, rank=0, started=False, delay=0.1), marks=pytest.mark.slow),
+        pytest.param(Case(signal.SIGHUP, processes=1, rank=0, started=False, delay=0.1), marks=pytest.mark.full),
     ],
 )
 def test_all_processes_leave_with_the_same_step(case, tmp_path):

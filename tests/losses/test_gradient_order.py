@@ -242,8 +242,7 @@ SETTINGS = [
     for implementation in implementations
     for devices in {"lse": (1,), "clip inside": (DEVICES,)}.get(name, (1, DEVICES))
 ]
-# By default, MAIN runs every case and each of OTHERS runs "two calls". A slow test runs one further case in each of
-# OTHERS, so that every case runs in two settings.
+# By default, MAIN runs every case and each of OTHERS runs "two calls".
 MAIN = ("clip", "xla", DEVICES)
 OTHERS = [("clip", "xla", 1), ("clip", "ring", DEVICES), ("clip", "disco", DEVICES)]
 OTHERS += [
@@ -256,11 +255,10 @@ OTHERS += [
     ("lse", "xla", 1),
 ]
 EVERY_RUN = {(MAIN, case) for case in CASES} | {(setting, "two calls") for setting in OTHERS}
-SLOW = set(zip(OTHERS, [case for case in CASES if case != "two calls"], strict=True)) - EVERY_RUN
 
 
 def case_of(setting, case):
-    marks = [] if (setting, case) in EVERY_RUN else pytest.mark.slow if (setting, case) in SLOW else pytest.mark.full
+    marks = [] if (setting, case) in EVERY_RUN else pytest.mark.full
     return pytest.param(setting, case, marks=marks, id="-".join(map(str, (*setting, case))))
 
 

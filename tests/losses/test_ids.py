@@ -19,9 +19,7 @@ CHECKS = properties_ids.checks(available_implementations())
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize(
-    "examples", [6, pytest.param(25, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.full)])
 def test_matches_float64(name, examples):
     properties.run(CHECKS[name], examples)
 

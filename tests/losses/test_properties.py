@@ -13,7 +13,6 @@ REPEATED = ("local-1", "disco-1", "ring-1", "dense-8", "local-8", "disco-8", "xl
 OFTEN = [name for name in CHECKS if not name.endswith(REPEATED)]
 NUMBERS = [
     *((name, 8) for name in OFTEN),
-    *(pytest.param(name, 25, marks=pytest.mark.slow) for name in OFTEN),
     *(pytest.param(name, 200, marks=pytest.mark.full) for name in CHECKS),
 ]
 

@@ -61,7 +61,7 @@ def parameter_counts(config):
     return [image, text, image + text + (1 if model.init_logit_bias is None else 2)]
 
 
-@pytest.mark.parametrize("names", [BUILT[::4], pytest.param(BUILT, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("names", [BUILT[::4], pytest.param(BUILT, marks=pytest.mark.full)], ids=["some", "all"])
 def test_parameter_counts_are_openclips(names):
     counts = {name: parameter_counts(ENTRIES[name]["config"]) for name in names}
     assert counts == {name: ENTRIES[name]["counts"] for name in names}

@@ -92,7 +92,7 @@ def count_lowered(launch):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     # The layouts of fp16 are those of bf16.
-    [*itertools.product(OPS, ["bfloat16", "float32"]), pytest.param("ViT-L-14", "float16", marks=pytest.mark.slow)],
+    [*itertools.product(OPS, ["bfloat16", "float32"]), pytest.param("ViT-L-14", "float16", marks=pytest.mark.full)],
 )
 def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
     trace_gradients(name, dtype)
@@ -107,15 +107,12 @@ def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
 SIZES = sorted({model_config(name).embed_dim for name in OPS})
 
 
-OFTEN = (SIZES[0], 512, SIZES[-1])
-
-
 @pytest.mark.parametrize(
     ("size", "dtype"),
     # Other sizes in fp16 and fp32 are in pairwise_lse/test_pallas_mosaic_gpu.py.
     [
         (768, "float16"),
-        *(pytest.param(n, "bfloat16", marks=pytest.mark.slow if n in OFTEN else pytest.mark.full) for n in SIZES),
+        *(pytest.param(n, "bfloat16", marks=pytest.mark.full) for n in SIZES),
     ],
 )
 def test_loss_lowers_at_the_feature_sizes_of_the_models(size, dtype):

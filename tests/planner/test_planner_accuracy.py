@@ -24,7 +24,7 @@ def test_activations_with_fused_attention_are_those_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "batch", "measured"),
-    [("ViT-B/16", 1024, 69_684), pytest.param("ViT-L/14", 384, 85_666, marks=pytest.mark.slow)],
+    [("ViT-B/16", 1024, 69_684), pytest.param("ViT-L/14", 384, 85_666, marks=pytest.mark.full)],
 )
 def test_a_named_gpu_is_planned_with_its_kernels(name, batch, measured):
     """Expected MiB: measured bf16 steps on an H200 without the next batch (JAX 0.11.2)."""

@@ -50,13 +50,13 @@ def trained(config, devices=1, state=None):
     return state, float(first)
 
 
-SLOW = pytest.mark.slow
+SLOW, FULL = pytest.mark.slow, pytest.mark.full
 CHUNKS = [(1, 1, 1), (8, 16, 8), (4, None, 1), (BATCH, 2 * BATCH, 1)]  # of queries and passages, devices
 
 
 @pytest.mark.parametrize(
     ("tied", "chunks"),
-    [(False, CHUNKS[:2]), pytest.param(False, CHUNKS[2:], marks=SLOW), pytest.param(True, CHUNKS[1:3], marks=SLOW)],
+    [(False, CHUNKS[:2]), pytest.param(True, CHUNKS[1:3], marks=SLOW), pytest.param(False, CHUNKS[2:], marks=FULL)],
 )
 def test_chunks_and_devices_do_not_change_the_parameters(folder, tied, chunks):
     state = initial(f"{MODEL},tied={tied}")
@@ -172,7 +172,7 @@ def test_moving_averages_start_at_the_weights(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("devices", "query_chunk", "passage_chunk"),
-    [(1, 2, 3), pytest.param(1, None, None, marks=SLOW), pytest.param(5, 5, 5, marks=SLOW)],
+    [(1, 2, 3), pytest.param(1, None, None, marks=SLOW), pytest.param(5, 5, 5, marks=FULL)],
 )
 def test_loss_and_gradients_are_those_of_grad_cache(folder, tmp_path, devices, query_chunk, passage_chunk):
     chunks = {"grad_cache.chunk_size": query_chunk, "grad_cache.passage_chunk_size": passage_chunk}

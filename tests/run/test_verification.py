@@ -35,11 +35,14 @@ SHIPPED = {
 def mark(name):
     """Sizes of FastCLIP differ in the model, which is small here, in the optimizer and in the schedule of gamma.
 
-    `CHANGES` has its other losses, with small towers. There, "fastclip_v0" and "chunks" differ from other cases in the
-    loss alone, or in where the chunks are.
+    `CHANGES` has its other losses, with small towers. Cases with the mark `full` combine what others have alone.
     """
-    repeated = (":" in name and name != "fastclip:medium,loss=fastclip_v3") or name in ("fastclip_v0", "chunks")
+    repeated = (":" in name and name != "fastclip:medium,loss=fastclip_v3") or name in REPEATED
     return pytest.mark.full if repeated else pytest.mark.slow
+
+
+REPEATED = ("base", "digits", "disco_clip", "quickstart")  # CLIP's loss, as in openclip
+REPEATED += ("fastclip_v0", "fastclip_v1", "chunks", "captions, any, smoothed", "last group unlocked")
 
 
 CHANGES = {

@@ -108,7 +108,7 @@ def test_a_step_learns_from_the_teacher(workdir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", [None, "workdir"])
+@pytest.mark.parametrize("cache", [pytest.param(None, marks=pytest.mark.full), "workdir"])
 def test_a_run_has_the_metric(workdir, tmp_path, cache):
     changes = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None, "total_steps": 1, "seed": 1}
     infcl_jax.train(config(workdir, **changes, **{"distill.cache": cache, "batch_size": 32}), tmp_path)

@@ -274,7 +274,7 @@ LIBRARY = {
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        pytest.param(name, implementation, marks=slow if implementation == "xla" or name == "clip" else full)
+        pytest.param(name, implementation, marks=slow if implementation == "xla" else full)
         for name in LIBRARY
         for implementation in available_implementations()
     ],

@@ -58,8 +58,8 @@ def assert_close(outputs, want, dtype, least=1e-9):
     [
         (2, 56, 3, BF16, False),  # of one tile: each warpgroup has heads of its own
         (1, 64, 3, FP16, True),
-        pytest.param(2, 72, 3, BF16, True, marks=pytest.mark.slow),
-        pytest.param(1, 136, 3, BF16, False, marks=pytest.mark.slow),  # of three: a warpgroup has two
+        pytest.param(2, 72, 3, BF16, True, marks=pytest.mark.full),
+        pytest.param(1, 136, 3, BF16, False, marks=pytest.mark.full),  # of three: a warpgroup has two
         (1, 264, 3, FP16, False),  # no room for the next head
     ],
 )

@@ -55,7 +55,7 @@ def interpreter(capsys, monkeypatch):
     [
         (SINGLE, {"masked": True, "dim": 100, "teacher_dim": 40}),
         (WIDE, {"by": 400}),
-        pytest.param(CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}, marks=pytest.mark.slow),
+        pytest.param(CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}, marks=pytest.mark.full),
         (CLUSTERED, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
         (CLUSTERED, {"dtype": jnp.float32, "dim": 50, "scale": 1.0}),
     ],
@@ -99,7 +99,7 @@ def lowered(rows, dim, teacher_dim, dtype, argnums=(0, 1, 2), mesh=None, mask=Fa
 
 @pytest.mark.parametrize(
     ("dim", "teacher_dim", "dtype", "mask"),
-    [(512, 768, jnp.bfloat16, False), pytest.param(1000, 1024, jnp.float32, True, marks=pytest.mark.slow)],
+    [(512, 768, jnp.bfloat16, False), pytest.param(1000, 1024, jnp.float32, True, marks=pytest.mark.full)],
 )
 def test_large_batches_take_few_kernels_and_little_memory(dim, teacher_dim, dtype, mask):
     """Windows have few shapes, and arrays are bounded in size.

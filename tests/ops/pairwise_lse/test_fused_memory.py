@@ -62,7 +62,7 @@ tower.defvjp(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [512, 1024])
+@pytest.mark.parametrize("width", [512, pytest.param(1024, marks=pytest.mark.full)])
 def test_sorted_features_take_the_memory_of_the_features(width, monkeypatch, compiled_afresh):
     row = dataclasses.replace(TABLE["triton"], backend=lambda _: Fused(OpaqueKernels()), capabilities=None)
     monkeypatch.setitem(TABLE, "triton", dataclasses.replace(row, package_error=lambda: None))

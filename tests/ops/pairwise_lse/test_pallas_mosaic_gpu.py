@@ -186,10 +186,10 @@ def test_ctas_that_run_one_task_each(interpreter):
         {"masked": True, "exclude": True, "labels": "outside"},
         {"kind": "aligned", "labels": "own", "scale": 100.0, "loss": True},
         {"dtype": jnp.float32, "dim": 70},
-        pytest.param({"masked": True, "exclude": True, "per_sample": True}, marks=pytest.mark.slow),
-        pytest.param({"columns": False, "per_sample": True, "dim": 96}, marks=pytest.mark.slow),
+        pytest.param({"masked": True, "exclude": True, "per_sample": True}, marks=pytest.mark.full),
+        pytest.param({"columns": False, "per_sample": True, "dim": 96}, marks=pytest.mark.full),
         # exponentials out of range: maxima
-        pytest.param({"dtype": jnp.float32, "norm": 8.0, "scale": 40.0, "per_sample": True}, marks=pytest.mark.slow),
+        pytest.param({"dtype": jnp.float32, "norm": 8.0, "scale": 40.0, "per_sample": True}, marks=pytest.mark.full),
         pytest.param({"columns": False, "dim": 96}, marks=pytest.mark.full),
         pytest.param({"norm": 8.0, "scale": 40.0, "per_sample": True}, marks=pytest.mark.full),
     ],
@@ -214,7 +214,7 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     [
         ("single CTAs", "shared", {"multi_positive": "mean", "exclude": True}),
         pytest.param(
-            "clusters of two CTAs", "per_sample", {"multi_positive": "any", "exclude": True}, marks=pytest.mark.slow
+            "clusters of two CTAs", "per_sample", {"multi_positive": "any", "exclude": True}, marks=pytest.mark.full
         ),
         pytest.param(
             "clusters of two CTAs", "shared", {"multi_positive": "any", "exclude": False}, marks=pytest.mark.full
@@ -232,7 +232,7 @@ def test_positives_by_id(interpreter, monkeypatch, tiles, scale, options):
     ("dtype", "needs_grad"),
     [
         (jnp.bfloat16, NeedsGrad(x=False)),
-        pytest.param(jnp.float32, NeedsGrad(x=False, y=False), marks=pytest.mark.slow),
+        pytest.param(jnp.float32, NeedsGrad(x=False, y=False), marks=pytest.mark.full),
     ],
 )
 def test_only_needed_gradients(interpreter, dtype, needs_grad):
@@ -244,10 +244,10 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
     [
         pytest.param((128, 128), 0, jnp.bfloat16, {}, id="loops"),
         pytest.param(
-            (128, 256), WindowConfig.group_bytes, jnp.float32, {}, id="windows of a group", marks=pytest.mark.slow
+            (128, 256), WindowConfig.group_bytes, jnp.float32, {}, id="windows of a group", marks=pytest.mark.full
         ),
         pytest.param(
-            (256, 128), 0, jnp.float32, {"per_sample": True, "masked": True}, id="rests", marks=pytest.mark.slow
+            (256, 128), 0, jnp.float32, {"per_sample": True, "masked": True}, id="rests", marks=pytest.mark.full
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dty
     check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
 
 
-@pytest.mark.parametrize("slice_rows", [pytest.param(WindowConfig.slice_rows, marks=pytest.mark.slow), 256])
+@pytest.mark.parametrize("slice_rows", [pytest.param(WindowConfig.slice_rows, marks=pytest.mark.full), 256])
 def test_steps_of_a_ring_add_up(interpreter, slice_rows):
     """Two column blocks give the same result as one.
 
@@ -286,7 +286,7 @@ def test_steps_of_a_ring_add_up(interpreter, slice_rows):
     assert_gradients(whole, gradient, want)
 
 
-@pytest.mark.parametrize("pairs", [BF16, pytest.param(FP32, marks=pytest.mark.slow)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("pairs", [BF16, pytest.param(FP32, marks=pytest.mark.full)], ids=["bf16", "fp32"])
 def test_positives_are_the_tiles_own_values(interpreter, pairs):
     """Positives are bitwise equal to the tiles' values.
 
@@ -381,15 +381,13 @@ def lowered(argnums, rows, dim, dtype, mesh=None, by_id=False):
     return program.lower(lowering_platforms=("cuda",)).as_text()
 
 
-SLOW = [(640, jnp.bfloat16), (1280, jnp.bfloat16), (1024, jnp.float32)]
-FULL = [*((dim, jnp.bfloat16) for dim in (512, 768, 1024)), (1000, jnp.float32)]
+FULL = [*((dim, jnp.bfloat16) for dim in (512, 640, 768, 1024, 1280)), (1000, jnp.float32), (1024, jnp.float32)]
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "by_id"),
     [
         (512, jnp.bfloat16, True),
-        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in SLOW),
         *(pytest.param(*case, False, marks=pytest.mark.full) for case in FULL),
     ],
 )

@@ -68,8 +68,8 @@ def test_any_tiles_in_odd_sizes(interpreter, k):
     "options",
     [
         {"masked": True, "ids": 12, "bias": 0.0},
-        pytest.param({"ids": None, "scale": 100.0, "bias": -100.0}, marks=pytest.mark.slow),
-        pytest.param({"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True}, marks=pytest.mark.slow),
+        pytest.param({"ids": None, "scale": 100.0, "bias": -100.0}, marks=pytest.mark.full),
+        pytest.param({"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True}, marks=pytest.mark.full),
         {"dtype": jnp.float32, "dim": 50, "scale": 1.0, "bias": 10.0, "ids": 40},
     ],
     ids=lambda options: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()),
@@ -82,7 +82,7 @@ def test_options_match_oracle(interpreter, options):
     ("dtype", "needs_grad"),
     [
         (jnp.bfloat16, NeedsGrad(x=False, scale=False)),
-        pytest.param(jnp.float32, NeedsGrad(x=False, y=False, bias=False), marks=pytest.mark.slow),
+        pytest.param(jnp.float32, NeedsGrad(x=False, y=False, bias=False), marks=pytest.mark.full),
     ],
 )
 def test_only_needed_gradients(interpreter, dtype, needs_grad):
@@ -112,7 +112,7 @@ def lowered(argnums, rows, dim, dtype, mesh=None, ids=False, mask=False):
     [
         (512, jnp.bfloat16, False, False),
         (1000, jnp.float32, True, True),
-        pytest.param(1024, jnp.bfloat16, True, False, marks=pytest.mark.slow),
+        pytest.param(1024, jnp.bfloat16, True, False, marks=pytest.mark.full),
     ],
 )
 def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, ids, mask):

@@ -24,7 +24,7 @@ from experiments import command_line
 from infcl_jax.data import convert, prepare, prepare_tokenizer
 from infcl_jax.data.convert import FILE_FORMATS
 from infcl_jax.data.decode.pillow import MAX_PIXELS
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.runtime.outputs import print_line
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")

@@ -9,16 +9,14 @@ from typing import Any
 
 from infcl_jax.data import ByteTokenizer, load_tokenizer
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.data.tokenizers.base import SETTINGS_FILE
-from infcl_jax.data.tokenizers.cleaning import OPEN_CLIP_CLEANINGS
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.tokenizers.base import OPEN_CLIP_CLEANINGS, SETTINGS_FILE
+from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.data.tokenizers.folder_settings import (
     CONFIG_FILE,
     MODEL_FILE,
     SPECIAL_TOKENS_FILE,
-    has_class,
+    TokenizerFolder,
     open_clip_options,
-    read_pad_token,
 )
 from infcl_jax.models import CLIPConfig, TextPairConfig
 from infcl_jax.models.config import BertConfig, TextConfig
@@ -181,8 +179,10 @@ def _with_further_files(find: Finder, names: list[str]) -> Path | None:
     files = _FILES.get(kind, ())  # `load_tokenizer` refuses another kind
     for name in files:
         find(prefix + name)
-    if CONFIG_FILE in files and read_pad_token(found.parent) is None:
-        find(prefix + SPECIAL_TOKENS_FILE)
-    if CONFIG_FILE in files and not has_class(found.parent):
-        find(prefix + MODEL_FILE)
+    if CONFIG_FILE in files:
+        folder = TokenizerFolder(found.parent)
+        if folder.pad_token() is None:
+            find(prefix + SPECIAL_TOKENS_FILE)
+        if not folder.has_class:
+            find(prefix + MODEL_FILE)
     return found

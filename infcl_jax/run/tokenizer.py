@@ -6,7 +6,7 @@ from pathlib import Path
 from infcl_jax.data import check_vocabulary, load_tokenizer
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side
 from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig
 from infcl_jax.settings import RunConfig

@@ -4,7 +4,7 @@ import dataclasses
 
 from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
 from infcl_jax.data.positive_ids import POSITIVES
-from infcl_jax.data.tokenizers.cleaning import CLEANINGS
+from infcl_jax.data.tokenizers.base import CLEANINGS
 from infcl_jax.data.transforms import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
 from infcl_jax.models import TOWERS

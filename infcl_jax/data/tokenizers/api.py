@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.data.tokenizers.base import SETTINGS_FILE, BaseTokenizer
+from infcl_jax.data.tokenizers.base import CLEANINGS, SETTINGS_FILE, BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
-from infcl_jax.data.tokenizers.cleaning import CLEANINGS
 from infcl_jax.data.tokenizers.clip import CLIPTokenizer
 from infcl_jax.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from infcl_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer

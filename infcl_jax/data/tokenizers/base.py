@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import abc
+import html
+import importlib
 import json
 import logging
 import os
+import string
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
+import ftfy
 import numpy as np
 
-from infcl_jax.data.tokenizers.cleaning import check_cleaning, clean_text
 from infcl_jax.runtime.file_io import read_regular
+
+# Text cleanings before tokenization: the options of OpenCLIP, and that of SigLIP in transformers.
+OPEN_CLIP_CLEANINGS = ("whitespace", "lower", "canonicalize")
+CLEANINGS = ("none", *OPEN_CLIP_CLEANINGS, "siglip")
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # of SentencePiece
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 SETTINGS_FILE = "tokenizer_settings.json"  # name that no Hugging Face file has, because both share a folder
 
@@ -31,6 +42,18 @@ _count_lock = threading.Lock()  # module-level, because a tokenizer with a lock 
 def read_vocabulary_file(path: Path) -> bytes:
     """Read a vocabulary, see `infcl_jax.runtime.file_io.read_regular`."""
     return read_regular(path, _LARGEST_FILE, "vocabulary")
+
+
+def optional_package(name: str) -> ModuleType:
+    """Import a package of a tokenizer.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"expected the package {name}, got none installed; pip install {name}") from None
 
 
 class Tokenizer(Protocol):
@@ -87,19 +110,9 @@ class BaseTokenizer(abc.ABC):
         suffix: int,
         padding_side: str = "right",
     ):
-        """Check and store what all tokenizers share.
-
-        Args:
-          context_length: tokens per row, special tokens included.
-          clean: text cleaning before encoding.
-          vocab_size: number of token ids.
-          pad_id: id of padding.
-          end_id: id of the last special token after each text, or None.
-          prefix: number of special tokens before each text.
-          suffix: number of special tokens after each text.
-          padding_side: side of the padding, "right" or "left".
-        """
-        check_cleaning(clean)
+        """Check and store the attributes, and the numbers of special tokens before and after each text."""
+        if clean not in CLEANINGS:
+            raise ValueError(f"expected clean to be one of {CLEANINGS}, got {clean!r}")
         if context_length < prefix + suffix + 1:
             raise ValueError(
                 f"expected context_length to be at least {prefix + suffix + 1} ({prefix + suffix} special tokens and"
@@ -215,3 +228,40 @@ class BaseTokenizer(abc.ABC):
     def _settings(self) -> dict[str, Any]:
         settings = {"kind": self.kind, "context_length": self.context_length, "clean": self.clean}
         return settings | ({"repository": self.repository} if self.repository else {})
+
+
+def clean_text(text: str, clean: str) -> str:
+    """Clean one text.
+
+    Args:
+      text: the text.
+      clean: "none" only replaces lone surrogates. "whitespace" repairs wrongly decoded text, unescapes HTML entities
+        and joins words with single spaces. "lower" also lowercases the text, as CLIP does. "canonicalize" also removes
+        ASCII punctuation, as OpenCLIP does for SigLIP. "siglip" lowercases, removes ASCII punctuation and joins words,
+        as the class of transformers does: "_" becomes no space, and entities and curly quotes remain.
+
+    Returns:
+      The cleaned text.
+    """
+    if clean == "none":  # broken JSON has lone surrogates, which UTF-8 cannot encode
+        return _encodable(text)
+    if clean == "siglip":
+        text = _encodable(text).replace(_SPACE, " ").lower().translate(_NO_PUNCTUATION)
+        words = " ".join(text.split())
+        return _SPACE + words if words and text[0].isspace() else words  # a token of its own in transformers
+    text = _repair(text)
+    if clean == "canonicalize":
+        text = text.replace("_", " ").translate(_NO_PUNCTUATION).lower()
+    text = " ".join(text.split())
+    return text.lower() if clean == "lower" else text
+
+
+def _encodable(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _repair(text: str) -> str:
+    """Repair the encoding and unescape HTML entities, which web pages often escape twice."""
+    if text.isascii() and text.isprintable() and "&" not in text:
+        return text  # ftfy changes none of these texts, and takes longer than their tokenization
+    return html.unescape(html.unescape(ftfy.fix_text(text)))

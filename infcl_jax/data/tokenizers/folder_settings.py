@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.data.tokenizers.cleaning import OPEN_CLIP_CLEANINGS
+from infcl_jax.data.tokenizers.base import OPEN_CLIP_CLEANINGS
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 CONFIG_FILE = "tokenizer_config.json"  # of transformers
@@ -25,99 +25,88 @@ _LEFT = "(Siglip2|Gemma|Llama|CodeLlama|Cohere|XLNet)"  # pad on the left unless
 _BERT_OPTIONS = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}  # with their defaults
 
 
-def read_pad_token(folder: Path) -> str | None:
-    """Return the padding token that a folder names, or None.
+class TokenizerFolder:
+    """Options of a tokenizer in the files of its folder, of Hugging Face and OpenCLIP.
 
     Raises:
-      ValueError: a file is not JSON, or its padding token is no string.
+      ValueError: a file is not JSON, or an option has another type or value; also raised by the methods.
     """
-    for name in (CONFIG_FILE, SPECIAL_TOKENS_FILE):
-        token = _read(folder / name).get("pad_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            if not isinstance(token, str):
-                raise ValueError(
-                    f"expected the pad_token in {folder / name} to be a string, got {type(token).__name__}"
-                )
-            return token
-    return None
 
+    def __init__(self, folder: Path):
+        self._folder, self._file = folder, folder / CONFIG_FILE
+        self._config = _read(self._file)
+        self.has_class = "tokenizer_class" in self._config
 
-def read_padding_side(folder: Path, default: str | None) -> str:
-    """Return the side of the padding, "left" or "right", as transformers chooses it.
+    def pad_token(self) -> str | None:
+        """Return the padding token that the folder names, or None."""
+        for file in (self._file, self._folder / SPECIAL_TOKENS_FILE):
+            token = _read(file).get("pad_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None:
+                if not isinstance(token, str):
+                    raise ValueError(f"expected the pad_token in {file} to be a string, got {type(token).__name__}")
+                return token
+        return None
 
-    Args:
-      folder: folder of the files.
-      default: side that `tokenizer.json` names, if it does.
+    def padding_side(self, default: str | None = None) -> str:
+        """Return the side of the padding, "left" or "right", as transformers chooses it.
 
-    Raises:
-      ValueError: the file names another side, or truncation on the left.
-    """
-    config, file = _read(folder / CONFIG_FILE), folder / CONFIG_FILE
-    side = config.get("padding_side") or default or ("left" if _is_class(folder, _LEFT) else "right")
-    if side not in ("left", "right"):
-        raise ValueError(f"expected padding_side in {file} to be left or right, got {side!r}")
-    if config.get("truncation_side", "right") != "right":
-        raise ValueError(
-            f"expected truncation_side in {file} to be right, got {config['truncation_side']!r}; remove it to keep the "
-            "start of long texts"
-        )
-    return side
+        Args:
+          default: side that `tokenizer.json` names, if it does.
+        """
+        side = self._config.get("padding_side") or default or ("left" if self._is_class(_LEFT) else "right")
+        if side not in ("left", "right"):
+            raise ValueError(f"expected padding_side in {self._file} to be left or right, got {side!r}")
+        if (truncation := self._config.get("truncation_side", "right")) != "right":
+            raise ValueError(
+                f"expected truncation_side in {self._file} to be right, got {truncation!r}; remove it to keep the "
+                "start of long texts"
+            )
+        return side
+
+    def lowers_case(self) -> bool:
+        """Return whether the class of a tokenizer other than BERT's lowercases."""
+        return bool(self._flags()["do_lower_case"]) and (not self.has_class or self._is_class(_LOWERS))
+
+    def bert_options(self) -> dict[str, bool | None]:
+        """Return the options of BERT's normalizer that transformers changes: those of the folder, else their defaults.
+
+        It is empty where the class takes `tokenizer.json` as it is. A folder without class or type of model has only
+        the options that it names.
+        """
+        named = {name: value for name, value in self._flags().items() if value is not None}
+        if self.has_class:
+            return _BERT_OPTIONS | named if self._is_class(_BERT) else {}
+        return _BERT_OPTIONS | named if _read(self._folder / MODEL_FILE).get("model_type") in _BERT_TYPES else named
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `load_tokenizer` that the files name, see `open_clip_options`."""
+        model = _read(self._folder / _OPEN_CLIP_FILE)
+        model = model.get("model_cfg", model)
+        text = model.get("text_cfg") if isinstance(model, dict) else None
+        if isinstance(text, dict):
+            return open_clip_options(text)
+        if not self._is_class(_SIGLIP):
+            return {}
+        if self._flags()["do_lower_case"] is False:
+            raise ValueError(f"expected do_lower_case of SigLIP in {self._file} to be true, got False; set clean")
+        return {"clean": "siglip"}
+
+    def _is_class(self, names: str) -> bool:
+        """Return whether the class of the tokenizer is one of a pattern of names."""
+        return bool(re.fullmatch(rf"{names}Tokenizer(Fast)?", str(self._config.get("tokenizer_class"))))
+
+    def _flags(self) -> dict[str, bool | None]:
+        """Return the options of BERT's class; None for those that are not named."""
+        for name in _BERT_OPTIONS:
+            if (value := self._config.get(name)) not in (None, True, False):
+                raise ValueError(f"expected {name} in {self._file} to be true or false, got {value!r}")
+        return {name: self._config.get(name) for name in _BERT_OPTIONS}
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write options to where `read_pad_token` and `read_padding_side` read them."""
+    """Write options to where `TokenizerFolder` reads them."""
     (folder / CONFIG_FILE).write_text(json.dumps(config, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def has_class(folder: Path) -> bool:
-    """Return whether a folder names the class of its tokenizer."""
-    return "tokenizer_class" in _read(folder / CONFIG_FILE)
-
-
-def read_lower_case(folder: Path) -> bool:
-    """Return whether the class of a tokenizer other than BERT's lowercases.
-
-    Raises:
-      ValueError: `do_lower_case` is neither true nor false.
-    """
-    return bool(_flags(folder)["do_lower_case"]) and (not has_class(folder) or _is_class(folder, _LOWERS))
-
-
-def read_bert_options(folder: Path) -> dict[str, bool | None]:
-    """Return the options of BERT's normalizer that transformers changes: those of the folder, else their defaults.
-
-    It is empty where the class takes `tokenizer.json` as it is. A folder without class or type of model has only the
-    options that it names.
-
-    Raises:
-      ValueError: an option is neither true nor false.
-    """
-    flags = _flags(folder)
-    named = {name: value for name, value in flags.items() if value is not None}
-    if _is_class(folder, _BERT) or (
-        not has_class(folder) and _read(folder / MODEL_FILE).get("model_type") in _BERT_TYPES
-    ):
-        return _BERT_OPTIONS | named
-    return {} if has_class(folder) else named
-
-
-def folder_options(folder: Path) -> dict[str, Any]:
-    """Return the options of `load_tokenizer` that the files of a folder name, of OpenCLIP or transformers.
-
-    Raises:
-      ValueError: see `open_clip_options`; or SigLIP's class keeps the case.
-    """
-    model = _read(folder / _OPEN_CLIP_FILE)
-    model = model.get("model_cfg", model)
-    text = model.get("text_cfg") if isinstance(model, dict) else None
-    if isinstance(text, dict):
-        return open_clip_options(text)
-    if not _is_class(folder, _SIGLIP):
-        return {}
-    if _flags(folder)["do_lower_case"] is False:
-        raise ValueError(f"expected do_lower_case of SigLIP in {folder / CONFIG_FILE} to be true, got False; set clean")
-    return {"clean": "siglip"}
 
 
 def open_clip_options(text: Mapping[str, Any], clean: str = "whitespace") -> dict[str, Any]:
@@ -145,20 +134,6 @@ def open_clip_options(text: Mapping[str, Any], clean: str = "whitespace") -> dic
                 f"and context_length, got {name}={value!r}; load the tokenizer yourself and pass it as tokenizer="
             )
     return ({"clean": clean} if text.get("hf_tokenizer_name") else {}) | options
-
-
-def _is_class(folder: Path, names: str) -> bool:
-    """Return whether the class of a folder's tokenizer is one of a pattern of names."""
-    return bool(re.fullmatch(rf"{names}Tokenizer(Fast)?", str(_read(folder / CONFIG_FILE).get("tokenizer_class"))))
-
-
-def _flags(folder: Path) -> dict[str, bool | None]:
-    """Return the options of BERT's class; None for those that are not named."""
-    config = _read(folder / CONFIG_FILE)
-    for name in _BERT_OPTIONS:
-        if config.get(name) not in (None, True, False):
-            raise ValueError(f"expected {name} in {folder / CONFIG_FILE} to be true or false, got {config[name]!r}")
-    return {name: config.get(name) for name in _BERT_OPTIONS}
 
 
 def _read(path: Path) -> dict[str, Any]:

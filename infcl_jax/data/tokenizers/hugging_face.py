@@ -7,15 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
-from infcl_jax.data.tokenizers.folder_settings import (
-    folder_options,
-    read_bert_options,
-    read_lower_case,
-    read_pad_token,
-    read_padding_side,
-    write_config,
-)
+from infcl_jax.data.tokenizers.base import BaseTokenizer, optional_package, read_vocabulary_file
+from infcl_jax.data.tokenizers.folder_settings import TokenizerFolder, write_config
 from infcl_jax.runtime.printable import printable
 
 _FILE = "tokenizer.json"
@@ -63,10 +56,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
           ValueError: the path does not hold a tokenizer, or an argument is out of range.
           ImportError: the package `tokenizers` is not installed.
         """
-        try:
-            import tokenizers
-        except ImportError:
-            raise ImportError("expected the package tokenizers, got none installed; pip install tokenizers") from None
+        tokenizers = optional_package("tokenizers")
         file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise ValueError(
@@ -85,9 +75,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
                 raise
             reason = printable(str(error))[:_SHOWN]
             raise ValueError(f"expected the JSON of a tokenizer in {file}, got {reason}") from None
-        self._pad_token = self._find_pad_token(file, padding.get("pad_token"))
-        self._normalize_as_class(file.parent)
-        options = folder_options(file.parent)
+        folder = TokenizerFolder(file.parent)
+        self._pad_token = self._find_pad_token(file, folder.pad_token() or padding.get("pad_token"))
+        self._normalize_as_class(folder)
+        options = folder.options()
         clean = options.get("clean", "none") if clean is None else clean
         self.strip_sep_token = bool(options.get("strip_sep_token") if strip_sep_token is None else strip_sep_token)
         size = max(self._tokenizer.get_vocab().values()) + 1
@@ -104,24 +95,23 @@ class HuggingFaceTokenizer(BaseTokenizer):
             end_id=encoded.ids[-1] if suffix else None,
             prefix=text[0],
             suffix=suffix,
-            padding_side=read_padding_side(file.parent, padding.get("direction")),
+            padding_side=folder.padding_side(padding.get("direction")),
         )
 
-    def _normalize_as_class(self, folder: Path) -> None:
+    def _normalize_as_class(self, folder: TokenizerFolder) -> None:
         """Change the normalizer as the tokenizer's class does in transformers."""
         from tokenizers import normalizers
 
-        normalizer, options = self._tokenizer.normalizer, read_bert_options(folder)
+        normalizer, options = self._tokenizer.normalizer, folder.bert_options()
         if isinstance(normalizer, normalizers.BertNormalizer):
             for name, value in options.items():
                 setattr(normalizer, _BERT_ATTRIBUTES[name], value)
-        elif read_lower_case(folder):
+        elif folder.lowers_case():
             steps = [normalizers.Lowercase(), *([] if normalizer is None else [normalizer])]
             self._tokenizer.normalizer = normalizers.Sequence(steps)
 
-    def _find_pad_token(self, file: Path, padding: str | None) -> str:
-        """Return the padding token that the folder names, else that of the file."""
-        named = read_pad_token(file.parent) or padding
+    def _find_pad_token(self, file: Path, named: str | None) -> str:
+        """Check that the padding token is in the vocabulary, or find one."""
         for token in (named,) if named else _PAD_TOKENS:
             if self._tokenizer.token_to_id(token) is not None:
                 return token

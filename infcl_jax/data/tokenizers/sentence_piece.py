@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.data.tokenizers.base import BaseTokenizer, read_vocabulary_file
-from infcl_jax.data.tokenizers.folder_settings import (
-    folder_options,
-    read_lower_case,
-    read_pad_token,
-    read_padding_side,
-    write_config,
-)
+from infcl_jax.data.tokenizers.base import BaseTokenizer, optional_package, read_vocabulary_file
+from infcl_jax.data.tokenizers.folder_settings import TokenizerFolder, write_config
 from infcl_jax.runtime.printable import printable
 
 _SHOWN = 200  # characters of a reason in an error
@@ -47,12 +41,7 @@ class SentencePieceTokenizer(BaseTokenizer):
           ValueError: the path does not hold a model with an end token, or an argument is out of range.
           ImportError: the package `sentencepiece` is not installed.
         """
-        try:
-            import sentencepiece
-        except ImportError:
-            raise ImportError(
-                "expected the package sentencepiece, got none installed; pip install sentencepiece"
-            ) from None
+        sentencepiece = optional_package("sentencepiece")
         path = Path(path)
         file = next((path / name for name in _FILES if (path / name).is_file()), path)
         if not file.is_file():
@@ -67,21 +56,14 @@ class SentencePieceTokenizer(BaseTokenizer):
             raise ValueError(f"expected a SentencePiece model in {file}, got {reason}") from None
         if end < 0:
             raise ValueError(f"expected an end token in {file}, got a model without; train it with eos_id >= 0")
-        pad = self._find_pad_id(file)
-        if clean is None:
-            clean = folder_options(file.parent).get("clean", "lower" if read_lower_case(file.parent) else "none")
-        side = read_padding_side(file.parent, None)
-        special: dict[str, Any] = {"pad_id": pad, "end_id": end, "prefix": 0, "suffix": 1, "padding_side": side}
-        super().__init__(context_length, clean, vocab_size=size, **special)
-
-    def _find_pad_id(self, file: Path) -> int:
-        token = read_pad_token(file.parent)
-        if token is None:
-            return self._model.pad_id() if self._model.pad_id() >= 0 else self._model.eos_id()
-        pad = self._model.piece_to_id(token)
-        if self._model.id_to_piece(pad) != token:
+        folder = TokenizerFolder(file.parent)
+        token, pad = folder.pad_token(), self._model.pad_id() if self._model.pad_id() >= 0 else end
+        if token is not None and self._model.id_to_piece(pad := self._model.piece_to_id(token)) != token:
             raise ValueError(f"expected the padding token {token!r} in the vocabulary of {file}, got no such token")
-        return pad
+        if clean is None:
+            clean = folder.options().get("clean", "lower" if folder.lowers_case() else "none")
+        special: dict[str, Any] = {"prefix": 0, "suffix": 1, "padding_side": folder.padding_side()}
+        super().__init__(context_length, clean, vocab_size=size, pad_id=pad, end_id=end, **special)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [[*self._model.encode(text), self.end_id] for text in texts]

@@ -7,9 +7,14 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from infcl_jax.data.tokenizers.cleaning import clean_text
-from infcl_jax.data.tokenizers.clip import CLIPTokenizer, word_pattern
-from infcl_jax.data.tokenizers.clip_vocabulary import END_OF_WORD, vocabulary_of_merges, write_vocabulary
+from infcl_jax.data.tokenizers.base import clean_text, optional_package
+from infcl_jax.data.tokenizers.clip import (
+    END_OF_WORD,
+    CLIPTokenizer,
+    vocabulary_of_merges,
+    word_pattern,
+    write_vocabulary,
+)
 
 _UNMERGED = 2 * 256 + 2  # bytes, last bytes of words, start and end
 
@@ -45,7 +50,9 @@ def train_bpe(
     """
     if vocab_size <= _UNMERGED:
         raise ValueError(f"expected vocab_size > {_UNMERGED} (bytes, last bytes, start, end), got {vocab_size}")
-    merges = _train_merges(_words(captions, clean), vocab_size)[: vocab_size - _UNMERGED]
+    pattern = word_pattern()
+    words = (" ".join(pattern.findall(clean_text(caption, clean))) for caption in captions)
+    merges = _train_merges(words, vocab_size)[: vocab_size - _UNMERGED]
     if not merges:
         raise ValueError("expected captions in which a pair of characters occurs twice, got none; give more captions")
     folder = Path(output)
@@ -56,18 +63,11 @@ def train_bpe(
     return tokenizer
 
 
-def _words(captions: Iterable[str], clean: str) -> Iterator[str]:
-    """Yield captions with spaces between the words of CLIP's pattern."""
-    pattern = word_pattern()
-    for caption in captions:
-        yield " ".join(pattern.findall(clean_text(caption, clean)))
-
-
 def _train_merges(captions: Iterator[str], vocab_size: int) -> list[tuple[str, str]]:
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise ImportError("expected the package tokenizers, got none installed; pip install tokenizers") from None
+    """Learn the merges of captions with spaces between their words."""
+    optional_package("tokenizers")
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=END_OF_WORD))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), byte_level])

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
 from infcl_jax.data.dataset_identity import hash_samples
-from infcl_jax.data.decode.api import DecodedExample, decode_example
+from infcl_jax.data.decode.api import DecodedExample
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.feature_store import SEGMENT_SAMPLES, FeatureStore, pack_strings
 from infcl_jax.data.pipeline import transform_image
-from infcl_jax.data.sources.base import BadRecordError, OrderedSource, Source
+from infcl_jax.data.reader import RecordReader
+from infcl_jax.data.sources.base import Example, OrderedSource, Source
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.transforms import Augmentation
 from infcl_jax.runtime.progress import Progress
@@ -30,6 +31,7 @@ Encode = Callable[[np.ndarray], np.ndarray]
 
 _CHUNK = 64  # samples that a thread reads at once
 _VERSION = 1  # of the files
+_CENTRAL_SQUARE = Augmentation(scale=(1.0, 1.0))
 
 _logger = logging.getLogger(__name__)
 
@@ -71,6 +73,13 @@ class TowerInput(NamedTuple):
     image_size: int
     tokenizer: BaseTokenizer
     max_image_pixels: int = MAX_PIXELS
+
+    def image(self, example: Example) -> np.ndarray | None:
+        """Decode the central square of an example's image; None for a tower of text."""
+        if self.name == "text":
+            return None
+        rng = np.random.default_rng(0)  # nothing is drawn
+        return transform_image(example, _CENTRAL_SQUARE, self.image_size, rng, self.max_image_pixels)
 
     def fingerprint(self) -> str:
         """Describe the transform of images, or hash the files of the tokenizer."""
@@ -233,34 +242,16 @@ def _no_features(tower: TowerInput, encode: Encode, rows: int) -> np.ndarray:
 
 def _read(source: Source, tower: TowerInput, samples: range, threads: int) -> Iterator[DecodedExample | str]:
     """Read samples in order; a sample that cannot be read gives its message."""
-    to_image: Callable = _nothing
-    if tower.name == "image":
-        center, rng = Augmentation(scale=(1.0, 1.0)), np.random.default_rng(0)  # nothing is drawn
-        to_image = functools.partial(
-            transform_image,
-            augmentation=center,
-            size=tower.image_size,
-            rng=rng,
-            max_pixels=tower.max_image_pixels,
-        )
+    reader = RecordReader(source, replace=False, skip=True)
 
     def read(chunk: int) -> list[DecodedExample | str]:
-        examples: list[DecodedExample | str] = []
-        for index in samples[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
-            try:
-                examples.append(decode_example(source, index, to_image=to_image))
-            except BadRecordError as error:
-                examples.append(str(error))
-        return examples
+        indices = samples[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+        examples, bad = reader.read(indices, [tower.image] * len(indices))
+        by_index = bad | {index: example for example, index in examples}
+        return [by_index[index] for index in indices]
 
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-    chunks = iter(grain.MapDataset.range(-(-len(samples) // _CHUNK)).map(read).to_iter_dataset(options))
-    try:
-        for chunk in chunks:
-            yield from chunk
-    finally:
-        chunks.close()
-
-
-def _nothing(example: Any) -> None:
-    """Decode nothing: captions need no image."""
+    chunks = grain.MapDataset.range(-(-len(samples) // _CHUNK)).map(read).to_iter_dataset(options)
+    with contextlib.closing(iter(chunks)) as opened:
+        for examples in opened:
+            yield from examples

@@ -5,8 +5,8 @@ Each global batch is split into one contiguous block of rows per process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,32 +37,17 @@ class EvalBatches:
       3
     """
 
-    def __init__(
-        self, chunks: _EvalChunk, batches: range, local_size: int, process: tuple[int, int], parallelism: Parallelism
-    ):
-        self._chunks, self._batches, self._local_size = chunks, batches, local_size
-        self._process_index, self._process_count = process
-        self._parallelism = parallelism
+    def __init__(self, chunks: grain.MapDataset, chunks_per_batch: int, parallelism: Parallelism):
+        self._chunks, self._chunks_per_batch, self._parallelism = chunks, chunks_per_batch, parallelism
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._chunks) // self._chunks_per_batch
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = chunk_size(self._local_size)
-        per_batch = self._local_size // rows
-        # Chunks of this process, each by its first row.
-        first = [
-            (batch * self._process_count + self._process_index) * self._local_size + number * rows
-            for batch in self._batches
-            for number in range(per_batch)
-        ]
-        chunks = grain.MapDataset.source(first).map(functools.partial(self._chunks, rows=rows))
-        batches = iter(prefetched_batches(chunks, per_batch, self._parallelism))
-        try:
+        dataset = prefetched_batches(self._chunks, self._chunks_per_batch, self._parallelism)
+        with contextlib.closing(iter(dataset)) as batches:
             for batch in batches:
                 yield {key: value for key, value in batch.items() if key != STATS}
-        finally:
-            batches.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +55,15 @@ class _EvalChunk:
     """Function that makes one chunk of a batch from its first row."""
 
     source: Source
+    rows: int
     skip_bad: bool
     tokenizer: Tokenizer | None
     image_size: int | None
     resize: Resize
     max_pixels: int
 
-    def __call__(self, first: int, rows: int) -> dict[str, Any]:
-        indices = range(first, max(first, min(first + rows, len(self.source))))
+    def __call__(self, first: int) -> dict[str, Any]:
+        rows, indices = self.rows, range(first, max(first, min(first + self.rows, len(self.source))))
         read, bad = RecordReader(self.source, replace=False, skip=self.skip_bad).read(
             indices, [self._image] * len(indices)
         )
@@ -168,13 +154,14 @@ def eval_batches(
     check_at_least(0, first_batch=first_batch)
     check_at_least(1, image_size=image_size)
     if parallelism is None:
-        parallelism = choose_parallelism(batch_bytes=local_size * 3 * (image_size or 1) ** 2, num_workers=0)
+        parallelism = choose_parallelism(local_size * 3 * (image_size or 1) ** 2, num_workers=0)
     rows = chunk_size(local_size)
-    check_shared_memory(parallelism, rows * 3 * (image_size or 0) ** 2, local_size // rows)
-    return EvalBatches(
-        _EvalChunk(source, skip_bad, tokenizer, image_size, resize, max_image_pixels),
-        range(first_batch, math.ceil(len(source) / batch_size)),
-        local_size,
-        (process_index, process_count),
-        parallelism,
-    )
+    chunks_per_batch = local_size // rows
+    check_shared_memory(parallelism, rows * 3 * (image_size or 0) ** 2, chunks_per_batch)
+    first_rows = [
+        (batch * process_count + process_index) * local_size + number * rows
+        for batch in range(first_batch, math.ceil(len(source) / batch_size))
+        for number in range(chunks_per_batch)
+    ]
+    chunk = _EvalChunk(source, rows, skip_bad, tokenizer, image_size, resize, max_image_pixels)
+    return EvalBatches(grain.MapDataset.source(first_rows).map(chunk), chunks_per_batch, parallelism)

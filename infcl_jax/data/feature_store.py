@@ -1,7 +1,8 @@
-"""Features of the samples of a source on disk, and sources that read them."""
+"""Features of the samples of a source on disk, and what batches read of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from infcl_jax.data.sources.base import BadRecordError, BatchedSource, Example, Source, bad_record, describe
+from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
 
 # Dtypes of safetensors that segments have.
@@ -217,3 +219,40 @@ class PrecomputedSource:
                 self.describe(index), f"{len(rows)} cached features of {len(example['captions'])} captions"
             )
         return {**example, "caption": rows[0], "captions": rows}
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherTokens:
+    """Token ids of a teacher whose tokenizer is not the student's."""
+
+    tokenizer: BaseTokenizer
+
+    def __call__(self, samples: Sequence[int], captions: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
+        """Return {"teacher_text": int32 [rows, L]} of the captions, drawn for the rows of a batch."""
+        return {"teacher_text": self.tokenizer(captions)}
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherFeatures:
+    """Cached features of a teacher by tower, "image" and "text"."""
+
+    stores: Mapping[str, FeatureStore]
+
+    def __call__(self, samples: Sequence[int], captions: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
+        """Return {"teacher_image": [rows, D], "teacher_text": [rows, D]} of captions by their numbers in the samples.
+
+        Raises:
+          ValueError: the cache lacks a sample, which could not be read when the features were computed.
+        """
+        image = [self._row("image", sample, 0) for sample in samples]
+        text = [self._row("text", *row) for row in zip(samples, numbers, strict=True)]
+        return {"teacher_image": np.stack(image), "teacher_text": np.stack(text)}
+
+    def _row(self, tower: str, index: int, number: int) -> np.ndarray:
+        features = self.stores[tower].features(index)
+        if number >= len(features):
+            raise ValueError(
+                f"expected cached {tower} features of the teacher for sample {index}, got {len(features)} rows; the "
+                f"sample could not be read when they were computed, delete {self.stores[tower].folder} to try again"
+            )
+        return features[number]

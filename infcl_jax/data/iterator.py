@@ -8,7 +8,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grain
 import numpy as np
@@ -19,8 +19,10 @@ from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_
 from infcl_jax.data.sample_order import ProcessRows, describe_records
 from infcl_jax.data.sources.base import OrderedSource, Source
 from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
-from infcl_jax.data.worker_function import WorkerFunction
-from infcl_jax.data.workers import WorkerLost, worker_dataset
+from infcl_jax.data.workers import WorkerFunction, WorkerLost, worker_dataset
+
+if TYPE_CHECKING:
+    from infcl_jax.data.decode.device import DeviceStage
 
 Batch = dict[str, np.ndarray]
 
@@ -31,18 +33,6 @@ STATS = "stats"
 ENCODED = "encoded"
 # Numbers by name that a reading thread or worker sends along with a chunk, such as counts and seconds.
 Stats = dict[str, float]
-
-
-class LastStage(Protocol):
-    """Last stage of a batch, in two parts."""
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Run ahead of training, in the prefetching thread."""
-        ...
-
-    def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Run when the batch is asked for, in the thread that asks."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +114,7 @@ class TrainIterator(grain.DatasetIterator):
         identity: Mapping[str, int],
         bad_records: BadRecords,
         parallelism: Parallelism,
-        finish: LastStage | None = None,
+        finish: DeviceStage | None = None,
         order: ProcessRows | None = None,
     ):
         super().__init__()
@@ -295,39 +285,23 @@ def open_iterator(
     *,
     batch_size: int,
     seed: int,
+    process_index: int,
+    process_count: int,
     row_bytes: int,
     max_bad_records: float | None,
-    process_index: int = 0,
-    process_count: int = 1,
-    num_workers: int | None = None,
-    num_threads: int | None = None,
-    prefetch_batches: int | None = None,
-    cores: int | None = None,
-    processes_per_host: int = 1,
     shared_row_bytes: int = 0,
-    finish: LastStage | None = None,
+    finish: DeviceStage | None = None,
+    processes_per_host: int = 1,
+    **reading: int | None,
 ) -> TrainIterator:
-    """Create an endless iterator over chunks of a source, see `infcl_jax.data.train_iterator`.
+    """Create an endless iterator over chunks of a source, with arguments and errors of `train_iterator`.
 
     Args:
-      source: source of the samples.
       make_chunk: function that makes one chunk of a batch from (global row, sample index) pairs.
-      batch_size: global batch size, over all processes.
-      seed: seed of the order, in [0, 2**32).
       row_bytes: bytes of a row in host memory.
-      max_bad_records: see `infcl_jax.data.bad_records.bad_record_limit`.
-      process_index: index of this process.
-      process_count: number of processes that share each batch.
-      num_workers: number of worker processes; 0: threads; None: chosen.
-      num_threads: number of reading threads without workers; None: chosen.
-      prefetch_batches: number of batches to prefetch; None: chosen.
-      cores: number of CPU cores for this process; None: all that it may use.
-      processes_per_host: number of processes that share the memory of this host.
       shared_row_bytes: bytes of a row in the shared memory of workers that must be free; 0: unknown.
       finish: last stage of each batch.
-
-    Raises:
-      ValueError: an argument is out of range, or workers have too little shared memory.
+      reading: numbers of `choose_parallelism`.
     """
     local_size = process_rows(batch_size, process_index, process_count)
     if batch_size > len(source):
@@ -335,9 +309,7 @@ def open_iterator(
             f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
             f" {batch_size}; every sample appears at most once an epoch"
         )
-    check_at_least(0, num_workers=num_workers, max_bad_records=max_bad_records)
-    check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches)
-    check_at_least(1, cores=cores, processes_per_host=processes_per_host)
+    check_at_least(0, max_bad_records=max_bad_records)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
     identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
@@ -348,14 +320,7 @@ def open_iterator(
         order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
         order = order[: len(source) // batch_size * batch_size]
     rows, chunk = ProcessRows(order, batch_size, process_index, process_count), chunk_size(local_size)
-    parallelism = choose_parallelism(
-        batch_bytes=local_size * row_bytes,
-        num_workers=num_workers,
-        num_threads=num_threads,
-        prefetch_batches=prefetch_batches,
-        cores=cores,
-        processes=processes_per_host,
-    )
+    parallelism = choose_parallelism(local_size * row_bytes, processes_per_host=processes_per_host, **reading)
     check_shared_memory(parallelism, chunk * shared_row_bytes, local_size // chunk, processes_per_host)
     return TrainIterator(
         rows.batch(chunk, drop_remainder=True, batch_fn=WorkerFunction(make_chunk)).repeat(),
@@ -373,30 +338,14 @@ def prefetched_batches(
     chunks: grain.MapDataset,
     chunks_per_batch: int,
     parallelism: Parallelism,
-    finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    finish: DeviceStage | None = None,
     arrived: _ArrivedChunks | None = None,
 ) -> grain.IterDataset:
-    """Read chunks in threads or worker processes and concatenate them to batches.
-
-    One thread concatenates.
-
-    Args:
-      chunks: dataset of chunks, see `TrainIterator`.
-      chunks_per_batch: chunks of one batch of this process.
-      parallelism: number of reading threads or workers and of prefetched batches.
-      finish: part of the last stage of each batch that runs ahead.
-      arrived: counter of the chunks that have been read.
-
-    Raises:
-      WorkersCannotStart: see `infcl_jax.data.workers.worker_dataset`.
-    """
+    """Read chunks in threads or worker processes; one thread concatenates them to batches and finishes these ahead."""
+    threads = 1 if parallelism.num_workers else parallelism.num_threads
+    dataset = chunks.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))
     if parallelism.num_workers:
-        read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        dataset = worker_dataset(chunks.to_iter_dataset(read), parallelism.num_workers)
-    else:
-        threads = parallelism.num_threads
-        read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-        dataset = chunks.to_iter_dataset(read)
+        dataset = worker_dataset(dataset, parallelism.num_workers)
     if arrived is not None:
         dataset = dataset.map(arrived)
     dataset = dataset.batch(chunks_per_batch, drop_remainder=True, batch_fn=concatenate)
@@ -423,7 +372,7 @@ def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), take_seconds()])}
 
 
-def _finished(finish: Callable[[dict[str, Any]], dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+def _finished(finish: DeviceStage, batch: dict[str, Any]) -> dict[str, Any]:
     """Run the last stage of a batch and add its time to the statistics."""
     with timed(GPU_DECODE):
         batch = finish(batch)

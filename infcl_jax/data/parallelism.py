@@ -6,6 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from infcl_jax.data.checks import check_at_least
 from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, READ, TOKENIZE
 
 _CGROUP = Path("/sys/fs/cgroup")  # limits of a container, cgroup version 2
@@ -73,47 +74,38 @@ class Parallelism:
 
 
 def choose_parallelism(
-    *,
     batch_bytes: int,
+    *,
     num_workers: int | None = None,
     num_threads: int | None = None,
     prefetch_batches: int | None = None,
     cores: int | None = None,
-    processes: int = 1,
+    processes_per_host: int = 1,
     memory: int | None = None,
 ) -> Parallelism:
-    """Choose the values that are None by the machine.
+    """Choose the values that are None by the machine, for batches of a size in each process.
 
     Each core that this process may use gets a reading thread, or a worker process from 8 cores on unless `num_threads`
     is given. Two batches are prefetched, or one if all batches in host memory would exceed a quarter of it.
 
-    Args:
-      batch_bytes: bytes of one batch of this process.
-      num_workers: worker processes; 0: threads; None: chosen.
-      num_threads: reading threads; None: chosen.
-      prefetch_batches: batches to prefetch; None: chosen.
-      cores: CPU cores for this process; None: all that it may use.
-      processes: training processes that share the host memory.
-      memory: bytes of host memory; None: that of the machine or container.
+    Raises:
+      ValueError: a number is out of range.
     """
+    check_at_least(0, num_workers=num_workers)
+    check_at_least(1, num_threads=num_threads, prefetch_batches=prefetch_batches)
+    check_at_least(1, cores=cores, processes_per_host=processes_per_host)
     cores = usable_cores() if cores is None else cores
     memory = host_memory() if memory is None else memory
     if num_workers is None:
         num_workers = 0 if cores < _WORKER_CORES or num_threads is not None else cores
     if prefetch_batches is None:
-        fitting = int(_MEMORY_SHARE * memory / processes) // batch_bytes - _OTHER_BATCHES
+        fitting = int(_MEMORY_SHARE * memory / processes_per_host) // batch_bytes - _OTHER_BATCHES
         prefetch_batches = min(max(1, fitting), _PREFETCH_BATCHES)
     return Parallelism(num_workers, num_threads or cores, prefetch_batches, cores)
 
 
 def check_shared_memory(parallelism: Parallelism, chunk_bytes: int, chunks: int, processes: int = 1) -> None:
-    """Check that the chunks of workers fit into /dev/shm.
-
-    Args:
-      parallelism: parallel reading of each process.
-      chunk_bytes: bytes of a chunk.
-      chunks: chunks of a batch of each process.
-      processes: training processes that share the host memory.
+    """Check that the chunks of workers fit into /dev/shm; a batch of each process has a number of `chunks`.
 
     Raises:
       ValueError: they do not fit.

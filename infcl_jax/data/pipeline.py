@@ -25,13 +25,12 @@ from infcl_jax.data.checks import check_at_least
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
-from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource
+from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource, TeacherFeatures, TeacherTokens
 from infcl_jax.data.iterator import STATS, TrainIterator, open_iterator
 from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import Example, Source
 from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
-from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherRow, TeacherTokens
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 from infcl_jax.ops.common.checks import check_choice
@@ -97,9 +96,8 @@ class _TrainChunk:
                 ]
             )
         if self.teacher is not None:
-            drawn = zip((index for _, index in read), captions, numbers, strict=True)
             with timed(TOKENIZE):
-                chunk |= self.teacher([TeacherRow(*row) for row in drawn])
+                chunk |= self.teacher([index for _, index in read], captions, numbers)
         if self.augmentation is not None and self.augmentation.adjusts_colors:
             chunk["color"] = np.stack([self.augmentation.draw_color(self._rng(_COLOR_STREAM, row)) for row, _ in rows])
         stats = take_seconds()
@@ -108,14 +106,7 @@ class _TrainChunk:
         return chunk | {STATS: stats}
 
     def _caption(self, row: int, example: Example | DecodedExample) -> tuple[int, np.random.Generator]:
-        """Draw the caption of a row.
-
-        Returns:
-          The number of the caption, and the random generator for the row's image.
-
-        Raises:
-          ValueError: the example has no caption.
-        """
+        """Draw the number of a row's caption, and return it with the random generator for the row's image."""
         rng = self._rng(_STREAM, row)
         captions = example["captions"]
         if not captions:
@@ -152,18 +143,7 @@ def transform_image(
     rng: np.random.Generator,
     max_pixels: int = MAX_PIXELS,
 ) -> UInt8[np.ndarray, "s s 3"]:
-    """Decode and augment the image of an example.
-
-    Args:
-      example: example of a source.
-      augmentation: transform; its colors are left to the device.
-      size: side S of the result, in pixels.
-      rng: random generator of the geometry.
-      max_pixels: largest number of pixels of an encoded image.
-
-    Returns:
-      uint8 [S, S, 3].
-    """
+    """Decode and augment the image of an example; its colors are left to the device."""
     if isinstance(example["image"], bytes):
         return decode_crop(example["image"], functools.partial(augmentation.draw, rng=rng), size, max_pixels)
     return augmentation(pixels(example), size, rng)
@@ -254,7 +234,7 @@ def train_iterator(
       features: cached features by tower, "image" or "text", see `infcl_jax.data.cache_features`; they replace images
         and token ids. Images with cached features are neither read nor decoded.
       positives: "pair", or what samples with equal ids share, see `infcl_jax.data.positive_ids`.
-      teacher: token ids or cached features of a teacher, see `infcl_jax.data.teacher_inputs`.
+      teacher: token ids or cached features of a teacher, see `infcl_jax.data.feature_store`.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and

@@ -1,4 +1,4 @@
-"""Worker processes that read data: their start, their shared memory and their loss."""
+"""Worker processes that read data: their start, their function, their shared memory and their loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import uuid
+import weakref
+from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import grain
 from absl import flags
 
@@ -72,10 +76,6 @@ def check_guard() -> None:
 
 def worker_dataset(chunks: grain.IterDataset, num_workers: int) -> grain.IterDataset:
     """Read a dataset in worker processes, which start together at its first element.
-
-    Args:
-      chunks: dataset of chunks.
-      num_workers: number of workers.
 
     Raises:
       WorkersCannotStart: the main script has no file, such as one from standard input.
@@ -243,3 +243,37 @@ def _free_shared_memory() -> None:
 
         SharedMemoryArray._disable_async_del()  # frees at once
     gc.collect()
+
+
+class WorkerFunction:
+    """Function whose pickle is the path of a temporary file with its state.
+
+    `multiprocessing` sends a worker its arguments through a pipe of 64 KiB. With larger ones, such as the vocabulary of
+    a tokenizer, it waits until the worker has imported its modules, so workers would start one after the other.
+
+    The file is deleted with this object, or when the process exits.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self._path: Path | None = None
+        self._lock = threading.Lock()  # several threads start workers
+
+    def __call__(self, argument: Any) -> Any:
+        """Call the function."""
+        return self._function(argument)
+
+    def __reduce__(self) -> tuple[Callable[[Path], Any], tuple[Path]]:
+        with self._lock:
+            if self._path is None:
+                descriptor, name = tempfile.mkstemp(prefix="infcl_jax_", suffix=".pickle")
+                weakref.finalize(self, Path(name).unlink, missing_ok=True)
+                with os.fdopen(descriptor, "wb") as file:
+                    cloudpickle.dump(self._function, file)
+                self._path = Path(name)
+        return _load, (self._path,)
+
+
+def _load(path: Path) -> Callable[[Any], Any]:
+    with path.open("rb") as file:
+        return cloudpickle.load(file)

@@ -93,10 +93,10 @@ def embed(
         first_batch=done * _SEGMENT_BATCHES,
         skip_bad=True,
         parallelism=choose_parallelism(
-            batch_bytes=rows // jax.process_count() * 3 * encoder.image_size**2,
+            rows // jax.process_count() * 3 * encoder.image_size**2,
             num_workers=num_workers,
             cores=max(1, usable_cores() // local.cores),
-            processes=local.host,
+            processes_per_host=local.host,
         ),
         resize=encoder.resize,
         max_image_pixels=encoder.max_image_pixels,

@@ -24,8 +24,8 @@ from infcl_jax.data import (
 )
 from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
+from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
-from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite
 from infcl_jax.inference.encoder import Encoder, image_resize

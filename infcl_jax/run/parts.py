@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from infcl_jax.data import FeatureStore, Source, Tokenizer, TrainIterator
-from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
+from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
@@ -71,7 +71,7 @@ def training_data(
       tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
       mesh: devices over which the batch is sharded; None: all.
       features: cached features of frozen towers, from `infcl_jax.data.cache_features`.
-      teacher: tokens or cached features of a teacher, see `infcl_jax.data.teacher_inputs`.
+      teacher: tokens or cached features of a teacher, see `infcl_jax.data.feature_store`.
 
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.

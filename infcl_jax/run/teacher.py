@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from infcl_jax.data import TowerInput
-from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
+from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models import CLIP, TOWERS
 from infcl_jax.run.frozen_towers import FeatureCache, on_host

@@ -21,7 +21,7 @@ from infcl_jax.data import (
     read_judgments,
     read_questions,
 )
-from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
+from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer

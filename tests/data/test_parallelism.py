@@ -23,7 +23,7 @@ BATCH_32K = 32_768 * 3 * 224**2  # 4.9 GB
 
 
 def choose(batch_bytes=1, cores=4, memory=64 * GIB, **settings):
-    return choose_parallelism(batch_bytes=batch_bytes, cores=cores, memory=memory, **settings)
+    return choose_parallelism(batch_bytes, cores=cores, memory=memory, **settings)
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 0), (2, 0), (7, 0), (8, 8), (16, 16)])
@@ -43,7 +43,7 @@ def test_each_core_reads(cores, workers):
     ],
 )
 def test_prefetched_batches_fit_into_host_memory(batch_bytes, memory_gib, processes, batches):
-    chosen = choose(batch_bytes, memory=memory_gib * GIB, processes=processes)
+    chosen = choose(batch_bytes, memory=memory_gib * GIB, processes_per_host=processes)
     assert chosen.prefetch_batches == batches
     share = memory_gib * GIB / 4 / processes
     assert batches == 1 or (batches + 3) * batch_bytes <= share

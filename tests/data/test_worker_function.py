@@ -1,7 +1,7 @@
 import pickle
 import tempfile
 
-from infcl_jax.data.worker_function import WorkerFunction
+from infcl_jax.data.workers import WorkerFunction
 
 
 class Add:

@@ -133,7 +133,7 @@ class _DecodedImages:
 
 
 class DeviceStage:
-    """Decode packed batches on the devices of this process, a `infcl_jax.data.iterator.LastStage`.
+    """Decode packed batches on the devices of this process, ahead of training.
 
     Args:
       decoders: decoder of each device, by device.

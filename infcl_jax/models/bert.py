@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Integer
 
+from infcl_jax.models.layers import normal
 from infcl_jax.models.transformer import (
     RESIDUAL,
     Mlp,
@@ -129,7 +130,7 @@ class Bert(nn.Module):
         c = self.config
 
         def table(name: str, rows: int) -> jax.Array:
-            return self.param(name, nn.initializers.normal(0.02), (rows, c.width), c.param_dtype)
+            return self.param(name, normal(0.02), (rows, c.width), c.param_dtype)
 
         positions = table("positional_embedding", self.max_positions).astype(jnp.float32)
         token_type = table("token_type_embedding", self.token_types)[:1].astype(jnp.float32)

@@ -1,5 +1,7 @@
 """Flax layers of the towers, built on `infcl_jax.ops`."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +17,15 @@ from infcl_jax.ops.linear import Arrays, Biases, affine
 
 # Checkpoint name of the results of GEMMs with weights, for the policies of `jax.checkpoint`.
 PRODUCT = "product"
+
+
+@functools.cache
+def normal(std: float) -> Callable[..., Array]:
+    """Initialize from a normal distribution, in one program.
+
+    XLA multiplies the constants of a program, so the last bits of two programs would differ.
+    """
+    return jax.jit(nn.initializers.normal(std), static_argnums=(1, 2))
 
 
 @jax.custom_vjp
@@ -92,7 +103,7 @@ class Dense(nn.Module):
     @nn.compact
     def weights(self, inputs: int) -> tuple[Float[Array, "{inputs} {self.features}"], Float[Array, "{self.features}"]]:
         """Return kernel and bias, for callers with their own GEMM."""
-        kernel = self.param("kernel", nn.initializers.normal(self.std), (inputs, self.features), self.param_dtype)
+        kernel = self.param("kernel", normal(self.std), (inputs, self.features), self.param_dtype)
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
 
     def activated(

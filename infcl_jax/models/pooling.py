@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from infcl_jax.models.layers import checkpointed_affine
+from infcl_jax.models.layers import checkpointed_affine, normal
 from infcl_jax.models.transformer import Mlp, layer_norm, projection
 from infcl_jax.models.transformer_config import TransformerConfig
 from infcl_jax.ops.attention.api import attend_from
@@ -29,7 +29,7 @@ class MapPool(nn.Module):
     def __call__(self, tokens: Float[Array, "b t {self.config.width}"]) -> Float32[Array, "b {self.config.width}"]:
         """Pool [b, t, width] to float32 [b, width]."""
         c, b = self.config, tokens.shape[0]
-        probe = self.param("probe", nn.initializers.normal(c.input_std), (c.width,), c.param_dtype)
+        probe = self.param("probe", normal(c.input_std), (c.width,), c.param_dtype)
         pooled = _ProbeAttention(c, name="attn")(probe, tokens.astype(c.dtype))
         y, bias = Mlp(c, name="mlp")(layer_norm(c, "ln")(pooled))
         return (pooled + route_gradient(y, bias)).astype(jnp.float32).reshape(b, c.width)

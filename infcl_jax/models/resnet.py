@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from infcl_jax.models.layers import normal
 from infcl_jax.ops.attention.api import xla_attention
 from infcl_jax.ops.common.checks import check_positive_int
 
@@ -115,7 +116,7 @@ class AttentionPool(nn.Module):
     def __call__(self, x: Float[Array, "b h w c"]) -> Float32[Array, "b {self.embed_dim}"]:
         """Map [b, h, w, c] to float32 [b, embed_dim]."""
         b, h, w, c = x.shape
-        init = nn.initializers.normal(c**-0.5)
+        init = normal(c**-0.5)
         x = x.astype(jnp.float32).reshape(b, h * w, c)
         positions = self.param("positional_embedding", init, (1 + h * w, c), self.param_dtype).astype(jnp.float32)
         x = (jnp.concatenate([x.mean(1, keepdims=True), x], axis=1) + positions[None]).astype(self.dtype)

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Integer
 
+from infcl_jax.models.layers import normal
 from infcl_jax.models.transformer import Transformer, feature_projection, layer_norm
 from infcl_jax.models.transformer_config import Projection, TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
@@ -89,7 +90,7 @@ class TextTransformer(nn.Module):
     def _embed(self, tokens: Integer[Array, "b t"]) -> Float[Array, "b t {self.config.width}"]:
         """Return token plus positional embeddings, [b, t, width] in the compute dtype."""
         c = self.config
-        table = self.param("token_embedding", nn.initializers.normal(0.02), (self.vocab_size, c.width), c.param_dtype)
+        table = self.param("token_embedding", normal(0.02), (self.vocab_size, c.width), c.param_dtype)
         shape = (self.context_length, c.width)
-        positions = self.param("positional_embedding", nn.initializers.normal(0.01), shape, c.param_dtype)
+        positions = self.param("positional_embedding", normal(0.01), shape, c.param_dtype)
         return embed_tokens(table, positions[: tokens.shape[1]], tokens, c.dtype)

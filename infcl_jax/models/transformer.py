@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Integer
 
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, take_positions
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, normal, take_positions
 from infcl_jax.models.transformer_config import Remat, TransformerConfig
 from infcl_jax.ops.attention.api import AttentionImplementation, attend, attend_from, padding_for, prefers_packed
 from infcl_jax.ops.layer_norm.api import broadcast_vector
@@ -51,7 +51,7 @@ def feature_projection(config: TransformerConfig, features: int, name: str, *, u
         use_bias=use_bias,
         dtype=jnp.float32,
         param_dtype=config.param_dtype,
-        kernel_init=nn.initializers.normal(config.input_std),
+        kernel_init=normal(config.input_std),
         name=name,
     )
 

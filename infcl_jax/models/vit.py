@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Shaped
 
+from infcl_jax.models.layers import normal
 from infcl_jax.models.pooling import MapPool
 from infcl_jax.models.transformer import Transformer, feature_projection, layer_norm
 from infcl_jax.models.transformer_config import Projection, TransformerConfig
@@ -184,7 +185,7 @@ class VisionTransformer(nn.Module):
         c = self.config
         patches = PatchEmbedding(c, self.patch_size, self.patch_bias, name="conv1")(image).astype(jnp.float32)
         b, n, _ = patches.shape
-        init, prefix = nn.initializers.normal(c.width**-0.5), int(self.class_token)
+        init, prefix = normal(c.width**-0.5), int(self.class_token)
         if self.pos_embed == "learnable":
             positions = self.param("positional_embedding", init, (prefix + n, c.width), c.param_dtype)
         else:

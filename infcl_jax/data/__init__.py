@@ -9,8 +9,8 @@ from infcl_jax.data.pipeline import train_iterator
 from infcl_jax.data.prepare import prepare
 from infcl_jax.data.prepare_tokenizer import prepare_tokenizer
 from infcl_jax.data.sources import SOURCES, BadRecordError, Classes, Example, Source, classes, load_source
-from infcl_jax.data.sources.text_fields import Passage
 from infcl_jax.data.sources.text_questions import Question, read_judgments, read_questions
+from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import Corpus, QuerySource
 from infcl_jax.data.text_pairs import PairTexts, pair_iterator
 from infcl_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, train_bpe

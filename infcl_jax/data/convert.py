@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import io
 import itertools
@@ -10,19 +11,18 @@ import json
 import logging
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+import tensorflow_datasets as tfds
 from PIL import Image
 
-from infcl_jax.data.decode import decode_example
-from infcl_jax.data.decode.api import pixels
+from infcl_jax.data.decode.api import decode_example, pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.encode import encode_jpeg, encode_png
 from infcl_jax.data.prepare import check_writable
-from infcl_jax.data.record_writer import write_records
 from infcl_jax.data.sources import load_source
 from infcl_jax.data.sources.base import BadRecordError, Example, Source, dropped_samples, format_counts
 from infcl_jax.data.sources.splits import parse_split
@@ -32,6 +32,7 @@ from infcl_jax.runtime.progress import Progress
 FILE_FORMATS = ("tar", "array_record")
 
 _SETTINGS = ".conversion.json"
+_VERSION = "1.0.0"  # of a TFDS dataset
 _READ_AHEAD = 256  # samples in memory
 _SIGNATURES = {
     b"\xff\xd8\xff": "jpg",
@@ -43,18 +44,6 @@ _SIGNATURES = {
 }
 
 _logger = logging.getLogger(__name__)
-
-
-class _Limits(NamedTuple):
-    """Limits of the images.
-
-    Attributes:
-      max_side: longest side of a copy, in pixels; None: no limit.
-      max_pixels: largest number of pixels of a decoded file.
-    """
-
-    max_side: int | None
-    max_pixels: int
 
 
 def convert(
@@ -105,17 +94,16 @@ def convert(
     if file_format not in FILE_FORMATS:
         raise ValueError(f"expected file_format to be one of {', '.join(FILE_FORMATS)}, got {file_format!r}")
     start = time.monotonic()
-    limits = _Limits(max_side, max_image_pixels)
     source, output, name = load_source(dataset, split, data_dir), Path(output), parse_split(split).name
     check_writable(output, "--output")
+    read = functools.partial(_read, source, max_side, max_image_pixels)
     shards = [range(first, min(first + shard_samples, len(source))) for first in range(0, len(source), shard_samples)]
     if file_format == "tar":
         _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples, max_side])
-        _write_tars(output, name, source, shards, limits)
+        _write_tars(output, name, source, shards, read)
         written = load_source(str(output), name)
     else:
-        examples = _good_examples(source, range(len(source)), limits)
-        write_records(output, name, ((index, _caption_first(example)) for index, example in examples), len(shards))
+        _write_records(output, name, _good_examples(range(len(source)), read), len(shards))
         written = load_source(output.name, name, output.parent)
     left_out = dropped_samples(source)
     if len(written) < len(source):  # also those of the tar files that an interrupted conversion wrote
@@ -130,7 +118,9 @@ def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
     replace_text(path, json.dumps(settings))
 
 
-def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range], limits: _Limits) -> None:
+def _write_tars(
+    output: Path, split: str, source: Source, shards: Sequence[range], read: Callable[[int], Example]
+) -> None:
     """Write the missing tar files and log the progress."""
     paths = {output / f"{split}-{number:05d}.tar": samples for number, samples in enumerate(shards)}
     missing = [path for path in paths if not path.exists()]
@@ -138,45 +128,37 @@ def _write_tars(output: Path, split: str, source: Source, shards: Sequence[range
     progress = Progress(f"{source.name}: wrote", len(shards), "tar files", _logger.info, done=done)
     remove_unfinished(output / f"{split}-?????.tar")
     for path in missing:
-        _write_shard(path, source, paths[path], limits)
+        with replacing(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for index, example in _good_examples(paths[path], read):
+                for extension, data in _members(example):
+                    member = tarfile.TarInfo(f"{index:09d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
         progress.add()
 
 
-def _write_shard(path: Path, source: Source, samples: range, limits: _Limits) -> None:
-    """Write one tar file."""
-    with replacing(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for index, example in _good_examples(source, samples, limits):
-            for extension, data in _members(example):
-                member = tarfile.TarInfo(f"{index:09d}.{extension}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+def _good_examples(samples: range, read: Callable[[int], Example]) -> Iterator[tuple[int, Example]]:
+    """Read good records with their indices in threads; log the bad ones.
 
-
-def _good_examples(source: Source, samples: range, limits: _Limits) -> Iterator[tuple[int, Example]]:
-    """Read good records with their indices in threads; log the bad ones."""
-
-    def read(index: int) -> Example | BadRecordError:
-        try:
-            return (
-                source[index]
-                if limits.max_side is None
-                else _resized(source, index, limits.max_side, limits.max_pixels)
-            )
-        except BadRecordError as error:
-            return error
-
+    The caption for evaluation is the first one, where readers expect it.
+    """
     with concurrent.futures.ThreadPoolExecutor() as threads:
         for indices in itertools.batched(samples, _READ_AHEAD):
-            for index, example in zip(indices, threads.map(read, indices), strict=True):
-                if isinstance(example, BadRecordError):
-                    _logger.warning("%s; left out", example)
-                else:
-                    yield index, example
+            for index, future in [(index, threads.submit(read, index)) for index in indices]:
+                try:
+                    example = future.result()
+                except BadRecordError as error:
+                    _logger.warning("%s; left out", error)
+                    continue
+                others = (text for text in example["captions"] if text != example["caption"])
+                yield index, {**example, "captions": (example["caption"], *others)}
 
 
-def _resized(source: Source, index: int, max_side: int, max_pixels: int) -> Example:
-    """Read an example whose image is resized to at most `max_side` pixels."""
+def _read(source: Source, max_side: int | None, max_pixels: int, index: int) -> Example:
+    """Read an example; resize its image to at most `max_side` pixels, if not None."""
     example = source[index]
+    if max_side is None:
+        return example
     image = decode_example(source, index, example, functools.partial(pixels, max_pixels=max_pixels))["image"]
     height, width, _ = image.shape
     if max(height, width) <= max_side:
@@ -192,11 +174,46 @@ def _members(example: Example) -> list[tuple[str, bytes]]:
     extension = next((name for signature, name in _SIGNATURES.items() if data.startswith(signature)), "webp")
     if len(example["captions"]) == 1:
         return [(extension, data), ("txt", example["caption"].encode())]
-    captions = _caption_first(example)["captions"]
-    return [(extension, data), ("json", json.dumps({"captions": captions}).encode())]
+    return [(extension, data), ("json", json.dumps({"captions": example["captions"]}).encode())]
 
 
-def _caption_first(example: Example) -> Example:
-    """Put the caption for evaluation first, where readers expect it."""
-    others = (text for text in example["captions"] if text != example["caption"])
-    return {**example, "captions": (example["caption"], *others)}
+class _Captioned(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+    """Encoded images with their captions, in the given order."""
+
+    VERSION = tfds.core.Version(_VERSION)
+    url_infos = None  # nothing is downloaded, so TFDS needs no checksums
+
+    def __init__(self, name: str, split: str, examples: Iterable[tuple[int, Example]], **options: Any):
+        self.name, self._split, self._examples = name, split, examples
+        super().__init__(**options)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = tfds.features.FeaturesDict(
+            {"image": tfds.features.Image(), "captions": tfds.features.Sequence(tfds.features.Text())}
+        )
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
+        del dl_manager  # nothing to download
+        return {self._split: self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index, example in self._examples:
+            image = example["image"]
+            # TFDS copies the contents of a file, and needs TensorFlow to encode pixels.
+            file = io.BytesIO(image if isinstance(image, bytes) else encode_png(image))
+            yield index, {"image": file, "captions": list(example["captions"])}
+
+
+def _write_records(output: Path, split: str, examples: Iterable[tuple[int, Example]], shards: int) -> None:
+    """Write one split as the TFDS dataset `output.name` in the data directory `output.parent`.
+
+    An interrupted call leaves no dataset that looks complete.
+    """
+    if not output.name.isidentifier():
+        raise ValueError(f"expected letters, digits and _ in the name of a TFDS dataset, got {output.name!r}")
+    if (output / _VERSION).exists():
+        raise ValueError(f"expected a new dataset, got {output}, which exists; choose another --output")
+    builder = _Captioned(output.name, split, examples, data_dir=str(output.parent), file_format="array_record")
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the progress of TFDS
+        builder.download_and_prepare(download_config=tfds.download.DownloadConfig(num_shards=shards))

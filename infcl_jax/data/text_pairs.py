@@ -14,7 +14,7 @@ from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.checks import check_at_least
 from infcl_jax.data.iterator import STATS, TrainIterator, open_iterator
 from infcl_jax.data.reader import read_good
-from infcl_jax.data.sources.text_fields import Passage
+from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import QuerySource, RetrievalExample
 from infcl_jax.data.stages import READ, TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import BaseTokenizer

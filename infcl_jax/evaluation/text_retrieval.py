@@ -16,8 +16,8 @@ import flax.linen as nn
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data.sources.text_fields import Passage
 from infcl_jax.data.sources.text_questions import Question
+from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import Corpus
 from infcl_jax.data.text_pairs import PairTexts
 from infcl_jax.evaluation.results import TaskResult

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from PIL import Image
 
-from infcl_jax.data.decode.image_like import ImageLike, decode_image
+from infcl_jax.data.decode.api import ImageLike, decode_image
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer

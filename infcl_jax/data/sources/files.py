@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import glob
 import os
 import re
 import stat
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -140,8 +139,8 @@ def stamp(path: str) -> FileStamp:
     return FileStamp(status.st_size, str(status.st_mtime_ns))
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a local regular file or a remote file for reading.
+def open_file(path: str, remote_block: int | None = None) -> BinaryIO:
+    """Open a local regular file, or a remote file with blocks of `remote_block` bytes, for reading.
 
     Raises:
       FileNotFoundError: the file does not exist.
@@ -149,7 +148,7 @@ def open_file(path: str) -> BinaryIO:
     """
     if is_remote(path):
         system, name = _file_system(path)
-        return system.open(name, "rb")
+        return system.open(name, "rb", block_size=remote_block)
     return open_regular(path)
 
 
@@ -185,6 +184,11 @@ def compressed(path: str, compression: str) -> str:
         f"expected plain tar files, which have random access, got {path}, which is compressed with {compression};"
         f" decompress it{f' ({tool})' if tool else ''}"
     )
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a local file; URLs stay."""
+    return path if is_remote(path) else os.path.abspath(path)
 
 
 def is_file(path: str) -> bool:
@@ -253,20 +257,13 @@ class Files:
 
     def __init__(self, paths: Sequence[str]):
         self.paths = list(paths)
-        self._open: collections.OrderedDict[int, _Descriptor] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._open = functools.lru_cache(_MAX_OPEN)(_Descriptor)
 
     def __reduce__(self) -> tuple[type[Files], tuple[list[str]]]:
         return Files, (self.paths,)
 
     def read(self, file: int, offset: int, size: int, limit: int = LARGEST_IMAGE) -> bytes:
-        """Read a byte range.
-
-        Args:
-          file: index into `paths`.
-          offset: first byte.
-          size: number of bytes.
-          limit: largest size.
+        """Read `size` bytes at the byte `offset` of a file, an index into `paths`.
 
         Raises:
           OSError: the file cannot be read, or it ends before the range does.
@@ -278,13 +275,13 @@ class Files:
             system, name = _file_system(path)
             data = system.cat_file(name, start=offset, end=offset + size)
         else:
-            data = self._pread(file, offset, size)
+            data = self._pread(path, offset, size)
         if len(data) != size:
             raise OSError(f"expected {size} bytes at byte {offset} of {path}, got {len(data)}; the file is truncated")
         return data
 
-    def _pread(self, file: int, offset: int, size: int) -> bytes:
-        descriptor = self._descriptor(file)
+    def _pread(self, path: str, offset: int, size: int) -> bytes:
+        descriptor = self._open(path)
         data = os.pread(descriptor.number, size, offset)
         while 0 < len(data) < size:  # Linux reads at most 2 GiB at once, network file systems less
             more = os.pread(descriptor.number, size - len(data), offset + len(data))
@@ -292,15 +289,3 @@ class Files:
                 break
             data += more
         return data
-
-    def _descriptor(self, file: int) -> _Descriptor:
-        with self._lock:
-            if file in self._open:
-                self._open.move_to_end(file)
-                return self._open[file]
-        descriptor = _Descriptor(self.paths[file])  # opened without the lock: it may take long on a network
-        with self._lock:
-            self._open[file] = descriptor
-            while len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
-        return descriptor

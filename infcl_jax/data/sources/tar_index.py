@@ -7,24 +7,26 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import json
 import logging
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.sources import captions, files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
-from infcl_jax.data.sources.files import LARGEST_IMAGE, Files, check_size
+from infcl_jax.data.sources.files import LARGEST_IMAGE, Files, FileStamp, check_size
 from infcl_jax.data.sources.tar_scan import Layout, ShardScan
 from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
 from infcl_jax.runtime.progress import Progress
@@ -42,7 +44,8 @@ ENTRY_DTYPE = np.dtype(
 )
 assert ENTRY_DTYPE.itemsize == tar_scan.ENTRY.size
 
-_MAGIC = b"infcltar5"  # then little-endian: bytes of the header (8), CRC-32 of all that follows (4)
+_MAGIC = b"infcltar5"
+_START = struct.Struct("<9sQI")  # magic, bytes of the header, CRC-32 of all that follows
 _ALIGNMENT = 64  # bytes
 _REMOTE_WINDOW = 2**23  # bytes per request; hides the latency of an object store
 _READ_BETWEEN = 2**16  # bytes; image and caption are read at once if at most this many bytes lie between them
@@ -50,6 +53,17 @@ _FEW_SHARDS = 8  # scanned in this process
 _MAX_PROCESSES = 32
 
 _logger = logging.getLogger(__name__)
+
+
+class _Shard(NamedTuple):
+    """Entry of a tar file in the header of an index, see `ShardScan`."""
+
+    size: int  # bytes
+    modified: str
+    samples: int
+    dropped: dict[str, int]
+    dotted: str | None
+    problem: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +97,8 @@ class TarIndex:
         self.__dict__.update(state)
         if self.path is None:
             return
-        header, entries = _read(self.path, checksum=False)  # the process that pickled it has checked it
-        if not np.array_equal(starts_of(shard[2] for shard in header["shards"]), self.starts):
+        shards, entries = _read(self.path, checksum=False)  # the process that pickled it has checked it
+        if not np.array_equal(starts_of(shard.samples for shard in shards), self.starts):
             raise ValueError(
                 f"expected {self.starts[-1]} samples in the tar index {self.path}, got {len(entries)}; it changed, "
                 "start again"
@@ -104,61 +118,41 @@ class TarIndex:
         return self.files.read(shard, *_span(entry, "image"))
 
     def caption(self, index: int, limit: int | None = None) -> tuple[str, bytes]:
-        """Read the caption or label member of a sample.
+        """Read the last extension of the caption or label member of a sample, and its contents.
 
-        Args:
-          index: sample index.
-          limit: largest size; None: that of the extension, see `captions.largest`.
-
-        Returns:
-          The last extension of the member, and its contents.
+        The largest size is that of the extension, see `captions.largest`, unless there is a `limit`.
         """
         shard, entry = self.locate(index)
         extension = self._extension(entry)
         return extension, self.files.read(shard, *_span(entry, "caption"), limit or captions.largest(extension))
 
     def image_and_caption(self, index: int) -> tuple[bytes, str, bytes]:
-        """Read both members of a sample, at once if they are close to each other.
-
-        Returns:
-          The image, the last extension of the caption member, and its contents.
-        """
+        """Read the image, and the result of `caption`, at once if they are close to each other."""
         shard, entry = self.locate(index)
         extension, image, caption = self._extension(entry), _span(entry, "image"), _span(entry, "caption")
-        check_size(image.size, LARGEST_IMAGE, "an image")
-        check_size(caption.size, captions.largest(extension), "a caption")
-        first, last = sorted((image, caption))
-        if last.start - (first.start + first.size) > _READ_BETWEEN:
-            return self.files.read(shard, *image), extension, self.files.read(shard, *caption)
-        data = self.files.read(shard, first.start, last.start + last.size - first.start, 2 * LARGEST_IMAGE)
-        image_bytes, caption_bytes = (
-            data[span.start - first.start : span.start - first.start + span.size] for span in (image, caption)
-        )
-        return image_bytes, extension, caption_bytes
+        check_size(image[1], LARGEST_IMAGE, "an image")
+        check_size(caption[1], captions.largest(extension), "a caption")
+        (first, first_size), (last, last_size) = sorted((image, caption))
+        if last - (first + first_size) > _READ_BETWEEN:
+            return self.image(index), *self.caption(index)
+        data = self.files.read(shard, first, last + last_size - first, 2 * LARGEST_IMAGE)
+        image_data, caption_data = (data[start - first : start - first + size] for start, size in (image, caption))
+        return image_data, extension, caption_data
 
     def name(self, index: int) -> str:
         """Read the name of the image member of a sample."""
         shard, entry = self.locate(index)
-        image, header_bytes = _span(entry, "image"), (1 + int(entry["name_blocks"])) * tar_scan.BLOCK
-
-        def read(offset: int, size: int) -> bytes:
-            return self.files.read(shard, image.start - header_bytes + offset, size)
-
-        return next(tar_scan.members(read, header_bytes + image.size, []))[0]
+        (start, size), header_bytes = _span(entry, "image"), (1 + int(entry["name_blocks"])) * tar_scan.BLOCK
+        headers = self.files.read(shard, start - header_bytes, header_bytes)
+        return next(tar_scan.members(io.BytesIO(headers), header_bytes + size, []))[0]
 
     def _extension(self, entry: np.void) -> str:
         return self.members[int(entry["caption_member"])].rpartition(".")[2]
 
 
-class _Span(NamedTuple):
-    """Byte range of a member."""
-
-    start: int
-    size: int
-
-
-def _span(entry: np.void, member: str) -> _Span:
-    return _Span(int(entry[f"{member}_block"]) * tar_scan.BLOCK, int(entry[f"{member}_size"]))
+def _span(entry: np.void, member: str) -> tuple[int, int]:
+    """Return offset and size of a member, in bytes."""
+    return (int(entry[f"{member}_block"]) * tar_scan.BLOCK, int(entry[f"{member}_size"]))
 
 
 def load_index(shards: Sequence[str], layout: Layout, name: str) -> TarIndex:
@@ -168,11 +162,6 @@ def load_index(shards: Sequence[str], layout: Layout, name: str) -> TarIndex:
     not local. Shards whose size or modification time changed are scanned again; without an intact cache, all are. A
     cache that comes with the shards can name no other files than these.
 
-    Args:
-      shards: paths of the tar files.
-      layout: members of a sample.
-      name: name of the dataset, for messages.
-
     Raises:
       FileNotFoundError: shards do not exist.
       ValueError: a shard is no regular file, or it is compressed.
@@ -180,23 +169,22 @@ def load_index(shards: Sequence[str], layout: Layout, name: str) -> TarIndex:
     stamps = _stamps(shards, name)
     for cache in _cache_files(shards, layout):
         try:
-            header, entries = _read(cache)
+            cached, entries = _read(cache)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
             _logger.warning("%s: the index is built again: %s", name, error)
             continue
-        if [tuple(shard[:2]) for shard in header["shards"]] == stamps:
-            return _index(shards, layout, header, entries, cache)
-        return _build(shards, stamps, layout, name, header, entries)
-    return _build(shards, stamps, layout, name, {"shards": []}, np.zeros(0, ENTRY_DTYPE))
+        if [shard[:2] for shard in cached] == stamps:
+            return _index(shards, layout, cached, entries, cache)
+        return _build(shards, stamps, layout, name, cached, entries)
+    return _build(shards, stamps, layout, name, [], np.zeros(0, ENTRY_DTYPE))
 
 
-def _stamps(shards: Sequence[str], name: str) -> list[tuple[int, str]]:
-    def stamp_or_none(path: str) -> tuple[int, str] | None:
+def _stamps(shards: Sequence[str], name: str) -> list[FileStamp]:
+    def stamp_or_none(path: str) -> FileStamp | None:
         try:
-            size, modified = files.stamp(path)
-            return size, modified
+            return files.stamp(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -224,27 +212,22 @@ def _cache_files(shards: Sequence[str], layout: Layout) -> list[str]:
     result = []
     for base, folder in folders:
         # Relative names keep the cache valid after the folder moves.
-        names = [os.path.relpath(shard, base) if base else _absolute(shard) for shard in shards]
+        names = [os.path.relpath(shard, base) if base else files.absolute(shard) for shard in shards]
         digest = hashlib.sha256(json.dumps([layout, names]).encode()).hexdigest()[:16]
         result.append(str(folder / f".tar_index_{digest}"))
     return result
 
 
-def _absolute(path: str) -> str:
-    return path if files.is_remote(path) else os.path.abspath(path)
-
-
-def _read(path: str, *, checksum: bool = True) -> tuple[dict[str, Any], np.ndarray]:
-    """Read and check the header, and map the entries."""
+def _read(path: str, *, checksum: bool = True) -> tuple[list[_Shard], np.ndarray]:
+    """Read and check the entries of shards, and map those of samples."""
     with open_regular(path) as file:
         end = os.fstat(file.fileno()).st_size
-        magic, size, expected = file.read(len(_MAGIC)), _integer(file, 8), _integer(file, 4)
+        magic, size, expected = _START.unpack(file.read(_START.size).ljust(_START.size, b"\0"))
         start = -(-(file.tell() + size) // _ALIGNMENT) * _ALIGNMENT
         if magic != _MAGIC or start > end:
             raise ValueError(f"expected a tar index at {path}, got another file or version")
         text = file.read(start - file.tell())
-        header = parse_json(text[:size], path)
-        shards = header.get("shards")
+        shards = parse_json(text[:size], path).get("shards")
         if not isinstance(shards, list) or not all(map(_is_shard, shards)):
             raise ValueError(f"expected the shards of a tar index in {path}, got other JSON")
         count = sum(shard[2] for shard in shards)
@@ -253,11 +236,7 @@ def _read(path: str, *, checksum: bool = True) -> tuple[dict[str, Any], np.ndarr
         entries = np.memmap(file, ENTRY_DTYPE, "r", start, (count,)) if count else np.zeros(0, ENTRY_DTYPE)
     if checksum and zlib.crc32(entries.view(np.uint8), zlib.crc32(text)) != expected:
         raise ValueError(f"expected another checksum of the tar index {path}; it is damaged")
-    return header, entries
-
-
-def _integer(file: BinaryIO, size: int) -> int:
-    return int.from_bytes(file.read(size), "little")
+    return [_Shard(*shard) for shard in shards], entries
 
 
 def _is_shard(shard: Any) -> bool:
@@ -271,61 +250,60 @@ def _is_shard(shard: Any) -> bool:
 
 
 def _index(
-    shards: Sequence[str], layout: Layout, header: dict[str, Any], entries: np.ndarray, path: str | None
+    paths: Sequence[str], layout: Layout, shards: Sequence[_Shard], entries: np.ndarray, cache: str | None
 ) -> TarIndex:
-    counts = [shard[2] for shard in header["shards"]]
+    starts = starts_of(shard.samples for shard in shards)
     dropped: dict[str, int] = {}
-    for reason, count in itertools.chain.from_iterable(shard[3].items() for shard in header["shards"]):
-        dropped[reason] = dropped.get(reason, 0) + count
-    dotted = next((shard[4] for shard in header["shards"] if shard[4]), None)
-    problems = [f"{path}: {shard[5]}" for path, shard in zip(shards, header["shards"], strict=True) if shard[5]]
-    return TarIndex(Files(shards), layout.captions, starts_of(counts), entries, dropped, dotted, tuple(problems), path)
+    for shard in shards:
+        for reason, count in shard.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    dotted = next((shard.dotted for shard in shards if shard.dotted), None)
+    problems = tuple(f"{path}: {shard.problem}" for path, shard in zip(paths, shards, strict=True) if shard.problem)
+    return TarIndex(Files(paths), layout.captions, starts, entries, dropped, dotted, problems, cache)
 
 
 def _build(
     shards: Sequence[str],
-    stamps: Sequence[tuple[int, str]],
+    stamps: Sequence[FileStamp],
     layout: Layout,
     name: str,
-    old: dict[str, Any],
+    old: Sequence[_Shard],
     old_entries: np.ndarray,
 ) -> TarIndex:
     """Scan the changed shards and cache the new index."""
-    old_starts = starts_of(shard[2] for shard in old["shards"])
+    starts = starts_of(shard.samples for shard in old)
     unchanged = {
-        number: ShardScan(old_entries[old_starts[number] : old_starts[number + 1]].tobytes(), *shard[3:6])
-        for number, (shard, stamp) in enumerate(zip(old["shards"], stamps, strict=False))
-        if tuple(shard[:2]) == stamp
+        number: ShardScan(old_entries[starts[number] : starts[number + 1]].tobytes(), *shard[3:])
+        for number, (shard, stamp) in enumerate(zip(old, stamps, strict=False))
+        if shard[:2] == stamp
     }
     changed = [number for number in range(len(shards)) if number not in unchanged]
-    scans = unchanged | dict(zip(changed, _scan_all([shards[i] for i in changed], layout, name), strict=True))
-    for number, scan in scans.items():
+    by_number = unchanged | dict(zip(changed, _scan_all([shards[i] for i in changed], layout, name), strict=True))
+    scans = [by_number[number] for number in range(len(shards))]
+    for shard, scan in zip(shards, scans, strict=True):
         if scan.problem and scan.problem.startswith(tar_scan.COMPRESSED):
-            raise ValueError(files.compressed(shards[number], scan.problem.rpartition(" ")[2]))
-    size = ENTRY_DTYPE.itemsize
-    header = {
-        "shards": [
-            [*stamps[i], len(scans[i].entries) // size, scans[i].dropped, scans[i].dotted, scans[i].problem]
-            for i in range(len(shards))
-        ]
-    }
-    contents = [scans[i].entries for i in range(len(shards))]
+            raise ValueError(files.compressed(shard, scan.problem.rpartition(" ")[2]))
+    new = [
+        _Shard(*stamp, len(scan.entries) // ENTRY_DTYPE.itemsize, scan.dropped, scan.dotted, scan.problem)
+        for stamp, scan in zip(stamps, scans, strict=True)
+    ]
+    contents = [scan.entries for scan in scans]
     for cache in _cache_files(shards, layout):
         with contextlib.suppress(OSError):
-            _write(cache, header, contents)
-            return _index(shards, layout, header, _read(cache)[1], cache)
-    return _index(shards, layout, header, np.frombuffer(b"".join(contents), ENTRY_DTYPE), None)
+            _write(cache, new, contents)
+            return _index(shards, layout, new, _read(cache)[1], cache)
+    return _index(shards, layout, new, np.frombuffer(b"".join(contents), ENTRY_DTYPE), None)
 
 
-def _write(path: str, header: dict[str, Any], contents: Sequence[bytes]) -> None:
+def _write(path: str, shards: Sequence[_Shard], contents: Sequence[bytes]) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    text = json.dumps(header).encode()
-    size, start = len(text), len(_MAGIC) + 12
-    text += bytes(-(start + size) % _ALIGNMENT)
+    text = json.dumps({"shards": shards}).encode()
+    size = len(text)
+    text += bytes(-(_START.size + size) % _ALIGNMENT)
     checksum = functools.reduce(lambda value, data: zlib.crc32(data, value), contents, zlib.crc32(text))
     # Processes that build the same index at the same time each rename a complete file.
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(_MAGIC + size.to_bytes(8, "little") + checksum.to_bytes(4, "little") + text)
+        file.write(_START.pack(_MAGIC, size, checksum) + text)
         file.writelines(contents)
 
 
@@ -353,13 +331,8 @@ def _scan_here(shards: Sequence[str], layout: Layout) -> list[ShardScan]:
 
 
 def _scan_remote(shard: str, layout: Layout) -> ShardScan:
-    size = files.stamp(shard).size
-    reader = Files([shard])
-
-    def read(offset: int, count: int) -> bytes:
-        return reader.read(0, offset, min(count, size - offset))
-
-    return tar_scan.scan(read, size, _REMOTE_WINDOW, layout)
+    with files.open_file(shard, _REMOTE_WINDOW) as file:
+        return tar_scan.scan(file, files.stamp(shard).size, layout)
 
 
 def _scan_in_process(shards: Sequence[str], layout: Layout) -> list[ShardScan]:

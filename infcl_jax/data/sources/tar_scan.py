@@ -13,8 +13,8 @@ import pickle
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, NamedTuple
 
 BLOCK = 512  # bytes; headers and contents start at multiples of it
 LOCAL_WINDOW = 8192  # bytes per read; covers headers and captions of small members, skips the contents of images
@@ -83,31 +83,18 @@ class ShardScan(NamedTuple):
     problem: str | None
 
 
-Read = Callable[[int, int], bytes]  # (offset, size) -> at most `size` bytes
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
 
 
-def _buffered(read: Read, window: int) -> Read:
-    """Wrap a reader, which then reads at least `window` bytes at once."""
-    start, buffer = 0, b""
-
-    def read_range(offset: int, size: int) -> bytes:
-        nonlocal start, buffer
-        if size > window:
-            return read(offset, size)
-        if not start <= offset <= start + len(buffer) - size:
-            start, buffer = offset, read(offset, window)
-        return buffer[offset - start : offset - start + size]
-
-    return read_range
-
-
-def members(read: Read, end: int, problems: list[str]) -> Iterator[tuple[str, int, int, int]]:
+def members(file: BinaryIO, end: int, problems: list[str]) -> Iterator[tuple[str, int, int, int]]:
     """List the regular files of a tar file in ustar, GNU or PAX format.
 
     A member with a damaged header is left out. The listing continues at the next intact header.
 
     Args:
-      read: reader of byte ranges.
+      file: tar file, or its first members.
       end: size of the tar file, in bytes.
       problems: list that receives one line for each damaged header.
 
@@ -122,13 +109,13 @@ def members(read: Read, end: int, problems: list[str]) -> Iterator[tuple[str, in
     name: str | None = None  # from the extended header before the member
     size: int | None = None
     while offset < end:
-        header = read(offset, BLOCK)
+        header = _read(file, offset, BLOCK)
         if header == _END:
-            return _check_end(read, offset)
+            return _check_end(file, offset)
         try:
             kind, own_name, own_size = _parse(header, offset)
         except DamagedHeaderError as error:
-            following = _next_header(read, offset + BLOCK, end)
+            following = _next_header(file, offset + BLOCK, end)
             if following is None:
                 raise
             problems.append(f"{error}, continued at byte {following}")
@@ -143,7 +130,7 @@ def members(read: Read, end: int, problems: list[str]) -> Iterator[tuple[str, in
         if kind in (_LONG_NAME, _PAX):
             if size > _LONGEST_NAME:
                 raise DamagedTarError(f"damaged: extended header of {size} bytes at byte {contents - BLOCK}")
-            text = read(contents, size)
+            text = _read(file, contents, size)
             long_name, size = _pax(text) if kind == _PAX else (_text(text), None)
             name = long_name or name
         elif kind not in (_LONG_LINK, _PAX_GLOBAL):
@@ -155,16 +142,16 @@ def members(read: Read, end: int, problems: list[str]) -> Iterator[tuple[str, in
     raise DamagedTarError(f"truncated: no end-of-archive marker at byte {end}")
 
 
-def _check_end(read: Read, offset: int) -> None:
+def _check_end(file: BinaryIO, offset: int) -> None:
     """Check that only padding follows the end-of-archive marker, and not further members."""
-    if any(read(offset, _RECORD)):
+    if any(_read(file, offset, _RECORD)):
         raise DamagedTarError(f"damaged: data follows the end-of-archive marker at byte {offset}")
 
 
-def _next_header(read: Read, offset: int, end: int) -> int | None:
+def _next_header(file: BinaryIO, offset: int, end: int) -> int | None:
     """Return the byte of the first intact header from `offset` on, or None."""
     for start in range(offset, min(end, offset + _LARGEST), _SEARCH_WINDOW):  # no member that is read is larger
-        data = read(start, _SEARCH_WINDOW)
+        data = _read(file, start, _SEARCH_WINDOW)
         position = data.find(_FORMAT)
         while position >= 0:
             header = position - _FORMAT_OFFSET
@@ -236,16 +223,15 @@ def _pax(records: bytes) -> tuple[str | None, int | None]:
     return _text(values.get(b"path", b"")) or None, int(size) if size.isdigit() and len(size) < 20 else None
 
 
-def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
+def scan(file: BinaryIO, end: int, layout: Layout) -> ShardScan:
     """Group the members of a tar file into samples.
 
     Members whose names are equal up to the first dot of the last component belong to one sample, in any order. Hidden
     files and files in hidden folders are no members.
 
     Args:
-      read: reader of byte ranges.
+      file: tar file, with a buffer.
       end: size of the tar file, in bytes.
-      window: bytes per read.
       layout: members of a sample.
 
     Returns:
@@ -258,11 +244,10 @@ def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
     dropped: dict[str, int] = {}
     dotted: str | None = None
     problems: list[str] = []
-    read = _buffered(read, window)
     try:
-        if compression := _COMPRESSION.match(read(0, 10)):
+        if compression := _COMPRESSION.match(_read(file, 0, 10)):
             return ShardScan(b"", {}, None, f"{COMPRESSED} {compression.lastgroup}")
-        for name, offset, size, name_blocks in members(read, end, problems):
+        for name, offset, size, name_blocks in members(file, end, problems):
             key, extension = split_name(name)
             field = fields.get(extension)
             if key and _is_hidden_path(key.rpartition("/")[0]):
@@ -279,7 +264,7 @@ def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
                 dropped["duplicate member"] = dropped.get("duplicate member", 0) + 1
             elif field == 0:
                 sample[0], sample[1], sample[-1] = offset // BLOCK, size, min(name_blocks, _MOST_NAME_BLOCKS)
-            elif any(sample[3:field:2]) or _has_caption(read, offset, size, extension, layout.fields):
+            elif any(sample[3:field:2]) or _has_caption(file, offset, size, extension, layout.fields):
                 sample[field : field + 2] = offset // BLOCK, size
     except DamagedTarError as error:
         problems.append(f"{error}, the rest of the file is left out")
@@ -299,14 +284,14 @@ def scan(read: Read, end: int, window: int, layout: Layout) -> ShardScan:
     return ShardScan(bytes(entries), dropped, dotted, "; ".join([*problems[:2], *more]) or None)
 
 
-def _has_caption(read: Read, offset: int, size: int, extension: str, fields: Sequence[str]) -> bool:
+def _has_caption(file: BinaryIO, offset: int, size: int, extension: str, fields: Sequence[str]) -> bool:
     """Tell if a member has a caption, as `captions.json_captions` does.
 
     A damaged member counts as one, so that it is a bad record where it is read.
     """
     if not fields or size > _LARGEST_CAPTION:
         return True
-    data = read(offset, size)
+    data = _read(file, offset, size)
     # Most members have a caption. Parsing them all would double the time of the scan.
     match = (_json_caption(fields) if is_json(extension) else _VISIBLE).search(data)
     if match and data.count(b"{", 0, match.start()) == is_json(extension):  # no field of an object in an object
@@ -336,14 +321,10 @@ def is_json(extension: str) -> bool:
 def scan_file(path: str, layout: Layout) -> ShardScan:
     """Scan a local tar file; see `scan`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with open(path, "rb", LOCAL_WINDOW) as file:
+            return scan(file, os.fstat(file.fileno()).st_size, layout)
     except OSError as error:
         return ShardScan(b"", {}, None, f"cannot be read: {error}")
-    try:
-        size = os.fstat(descriptor).st_size
-        return scan(lambda offset, count: os.pread(descriptor, count, offset), size, LOCAL_WINDOW, layout)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":  # stdin: pickled (paths, layout as a tuple); stdout: pickled tuples of `ShardScan`

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from infcl_jax.data.sources.captions import cell_captions
-from infcl_jax.data.sources.text_fields import (
+from infcl_jax.data.sources.text_records import (
+    BYTE_ORDER_MARK,
     PASSAGE_IDS,
     QUERY,
+    RecordFile,
     Rows,
     id_of,
     label_of,
@@ -21,7 +23,6 @@ from infcl_jax.data.sources.text_fields import (
     optional_field,
     query_of,
 )
-from infcl_jax.data.sources.text_records import BYTE_ORDER_MARK, RecordFile
 from infcl_jax.runtime.file_io import open_regular
 
 _QUERY_IDS = ("query_id", "query-id", "_id", "qid", "id")
@@ -93,11 +94,7 @@ def _json_question(record: Mapping[str, Any]) -> Question:
 
 
 def _answers(name: str, value: Any) -> tuple[str, ...]:
-    """Return answers without blank ones; a text may be a list as pandas writes it.
-
-    Raises:
-      ValueError: the value is neither a list nor a text, or an answer is neither a text nor a number.
-    """
+    """Return answers without blank ones; a text may be a list as pandas writes it."""
     if isinstance(value, str):
         answers = _cell_answers(value.strip())
         value = [value] if answers is None else answers
@@ -134,11 +131,7 @@ def _rows(line: str) -> Rows:
 
 
 def _row_question(rows: Rows, line: bytes) -> Question:
-    """Read a line of a table of queries.
-
-    Raises:
-      ValueError: the line has other columns, or a blank query.
-    """
+    """Read a line of a table of queries."""
     record = rows.record(line)
     answers = record.get("answers")
     if answers is not None and not rows.header and _cell_answers(answers.strip()) is None:
@@ -202,11 +195,7 @@ def read_judgments(path: str | os.PathLike) -> dict[str, set[str]]:
 
 
 def _judgment_columns(line: str) -> tuple[tuple[str, ...], bool]:
-    """Name the columns of judgments by the first line, and tell whether it has names.
-
-    Raises:
-      ValueError: there are too few or too many columns, or a name in an unusual order is unknown.
-    """
+    """Name the columns of judgments by the first line, and tell whether it has names."""
     cells = line.split("\t")
     if not 2 <= len(cells) <= 4 or _is_number(cells[-1]):  # only names have spaces
         cells = line.split()

@@ -1,23 +1,35 @@
-"""Random access to the records of JSON and text files by byte offsets."""
+"""Records of text retrieval: random access to those of JSON and text files, and their checked fields."""
 
 from __future__ import annotations
 
+import array
 import codecs
+import csv
+import functools
 import os
 import re
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from infcl_jax.data.sources.base import check_index
 from infcl_jax.data.sources.files import check_size
 from infcl_jax.runtime.file_io import open_regular, parse_json
 
+# Names of the fields in DPR's JSON, and in the JSON lines of tevatron, BEIR, FlagEmbedding and Sentence Transformers.
+QUERY = ("question", "query", "anchor")
+POSITIVES = ("positive_ctxs", "positive_passages", "positives", "pos", "positive")
+NEGATIVES = ("hard_negative_ctxs", "negative_passages", "negatives", "neg", "negative")
+FALLBACK = ("negative_ctxs",)  # of DPR, for a question without hard negatives
+NUMBERED = re.compile(r"negative_\d+")  # of Sentence Transformers, one text each
+PASSAGE_IDS = ("docid", "doc_id", "docno", "passage_id", "psg_id", "_id", "id", "pid", "corpus_id", "corpus-id")
+TEXTS = ("text", "contents", "body", "passage", "content", "passage_text")
+_KINDS = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BLOCK = 2**24  # bytes of a file scanned at once
 _LARGEST = 2**26  # bytes of a record; a query with hundreds of passages has less than one MiB
-_NEWLINE, _QUOTE, _BACKSLASH = (ord(character) for character in '\n"\\')
-_IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))  # by byte
+_QUOTE, _BACKSLASH = b'"\\'
 _BINARY = {
     "gzip": rb"\x1f\x8b",
     "Parquet": rb"PAR1\x15",
@@ -64,23 +76,13 @@ class RecordFile:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> bytes:
-        """Read the bytes of a record.
-
-        Raises:
-          IndexError: the index is negative or too large.
-          ValueError: the record is too large.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"index must be in [0, {len(self)}), got {index}")
+        """Read the bytes of a record."""
+        check_index(index, len(self))
         with open_regular(self.path) as file:
             return self._read(file, index)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Read the records in order, from one open file.
-
-        Raises:
-          ValueError: a record is too large.
-        """
+        """Read the records in order, from one open file."""
         with open_regular(self.path) as file:
             for index in range(len(self)):
                 yield self._read(file, index)
@@ -99,35 +101,31 @@ class RecordFile:
             return f"line {1 + file.read(int(self._starts[index])).count(b'\n')} of {self.path}"
 
     def json(self, index: int) -> dict[str, Any]:
-        """Parse a record as a JSON object.
-
-        Raises:
-          ValueError: the record is something else.
-        """
+        """Parse a record as a JSON object."""
         return parse_json(self[index], f"record {index} of {self.path}")
 
 
 def _line_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return start and stop of each line that is not blank."""
-    newlines, filled, size = [], [], os.path.getsize(path)
+    starts, stops = array.array("q"), array.array("q")
     with open_regular(path) as file:
-        mark = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
-        file.seek(mark)
-        position, open_filled = mark, False  # of the line that continues in the next block
-        while data := file.read(_BLOCK):
-            block = np.frombuffer(data, np.uint8)
-            ends = np.flatnonzero(block == _NEWLINE)
-            visible = np.append(~_IS_BLANK[block], False)  # a line may start at the end of the block
-            lines = np.logical_or.reduceat(visible, np.concatenate([[0], ends + 1]))
-            lines[0] |= open_filled
-            open_filled = lines[-1]
-            newlines.append(position + ends)
-            filled.append(lines[:-1])
-            position += len(block)
-    stops = np.concatenate([*newlines, [size]]).astype(np.int64)
-    starts = np.concatenate([[mark], stops[:-1] + 1]).astype(np.int64)
-    keep = np.concatenate([*filled, [open_filled]]).astype(bool)
-    return starts[keep], stops[keep]
+        mark = len(BYTE_ORDER_MARK)
+        start = position = mark if file.read(mark) == BYTE_ORDER_MARK else 0
+        file.seek(start)
+        is_filled = False
+        for piece in iter(functools.partial(file.readline, _BLOCK), b""):  # a line, or a block of a longer one
+            position += len(piece)
+            is_filled = is_filled or not piece.isspace()
+            is_ended = piece.endswith(b"\n")
+            if is_ended and is_filled:
+                starts.append(start)
+                stops.append(position - 1)
+            if is_ended:
+                start, is_filled = position, False
+    if is_filled:
+        starts.append(start)
+        stops.append(position)
+    return np.array(starts), np.array(stops)
 
 
 def _array_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
@@ -163,3 +161,132 @@ def _array_offsets(path: str) -> tuple[np.ndarray, np.ndarray]:
             "as an object"
         )
     return np.concatenate(starts).astype(np.int64), np.concatenate(stops).astype(np.int64)
+
+
+class Passage(NamedTuple):
+    """Passage of a corpus.
+
+    Examples:
+      >>> Passage("by author 0", title="Book 0").key
+      ''
+
+    Attributes:
+      text: text of the passage.
+      title: title of its document; "" without one.
+      key: id in the corpus; "" without one.
+    """
+
+    text: str
+    title: str = ""
+    key: str = ""
+
+
+def field(record: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    """Return the first name whose value is not null, with the value; there must be one."""
+    name, value = optional_field(record, names)
+    if value is None:
+        present = [name for name in names if name in record]
+        got = f"null in {', '.join(present)}" if present else ", ".join(record) or "no field"
+        raise ValueError(f"expected one of the fields {', '.join(names)}, got {got}")
+    return name, value
+
+
+def optional_field(record: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    """Return the first name with a value that is not null; None for no value."""
+    return next(((name, record[name]) for name in names if not is_null(record.get(name))), (names[0], None))
+
+
+def is_null(value: Any) -> bool:
+    """Return whether a value is null, or NaN, as pandas writes a missing text."""
+    return value is None or value != value
+
+
+def text_of(name: str, value: Any) -> str:
+    """Check that the value of a field is a text."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text in {name}, got {_KINDS[type(value)]}")
+    return value
+
+
+def query_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the text of a query, which must not be blank."""
+    name, value = field(record, names)
+    if not text_of(name, value).strip():
+        raise ValueError(f"expected a text in {name}, got a blank one")
+    return value
+
+
+def id_of(record: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the id of a record, or another text or number; "" without one."""
+    name, value = optional_field(record, names)
+    return "" if value is None else label_of(name, value)
+
+
+def label_of(name: str, value: Any) -> str:
+    """Return the value of a field, a text or a number, as a text."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # pandas writes the integers of a column with gaps as 7.0
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else text_of(name, value)
+
+
+def list_of(name: str, value: Any) -> list[Any]:
+    """Return the value of a field as a list; a text is a list of one."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"expected a list in {name}, got {_KINDS[type(value)]}")
+    return list(value)
+
+
+def passage_of(name: str, value: Any) -> Passage:
+    """Read a passage from the value of a field: a text, or an object with a text and perhaps an id and a title."""
+    if not isinstance(value, dict):
+        return Passage(text_of(name, value))
+    return Passage(text_of(*field(value, TEXTS)), id_of(value, ("title",)), id_of(value, PASSAGE_IDS))
+
+
+class Rows(NamedTuple):
+    """Tab-separated lines as records.
+
+    Attributes:
+      names: field of each column; "" for a column without a field.
+      expected: description of the columns, for messages.
+      header: whether the first line has names.
+      quoted: whether quotes can enclose cells.
+      optional: number of columns at the end that lines may lack.
+    """
+
+    names: tuple[str, ...]
+    expected: str
+    header: bool = False
+    quoted: bool = False
+    optional: int = 0
+
+    def record(self, line: bytes) -> dict[str, str]:
+        """Return the cells of a line by field."""
+        text = line.decode().rstrip("\r\n")
+        try:
+            cells = next(csv.reader([text], delimiter="\t")) if self.quoted else text.split("\t")
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
+        if not len(self.names) - self.optional <= len(cells) <= len(self.names):
+            raise ValueError(f"expected {self.expected}, got {len(cells)}")
+        return dict(zip(self.names, cells, strict=False))
+
+
+def name_columns(cells: Sequence[str], **fields: Iterable[str]) -> tuple[str, ...]:
+    """Return the field of each column by the names in the first line of a table.
+
+    Names are compared by their letters and digits, in lower case. Of several known names of a field, the first counts.
+    A column without a field has "".
+    """
+    columns = [_letters(cell) for cell in cells]
+    result = [""] * len(columns)
+    for field_name, names in fields.items():
+        if name := next((name for name in map(_letters, names) if name in columns), None):
+            result[columns.index(name)] = field_name
+    return tuple(result)
+
+
+def _letters(cell: str) -> str:
+    return re.sub(r"[\W_]", "", cell.lower())

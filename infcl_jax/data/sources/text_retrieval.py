@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from infcl_jax.data.sources.base import bad_record
-from infcl_jax.data.sources.text_fields import (
+from infcl_jax.data.sources.base import bad_record, check_index
+from infcl_jax.data.sources.text_records import (
     FALLBACK,
     NEGATIVES,
     NUMBERED,
@@ -18,6 +18,7 @@ from infcl_jax.data.sources.text_fields import (
     QUERY,
     TEXTS,
     Passage,
+    RecordFile,
     Rows,
     is_null,
     list_of,
@@ -26,7 +27,6 @@ from infcl_jax.data.sources.text_fields import (
     passage_of,
     query_of,
 )
-from infcl_jax.data.sources.text_records import RecordFile
 from infcl_jax.runtime.file_io import parse_json
 
 _PROBED = 16  # first records, of which one must be JSON
@@ -183,22 +183,12 @@ class Corpus:
         return len(self._records) - self._first
 
     def __getitem__(self, index: int) -> Passage:
-        """Read a passage.
-
-        Raises:
-          IndexError: the index is negative or too large.
-          ValueError: the record is damaged.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"index must be in [0, {len(self)}), got {index}")
+        """Read a passage; raise `ValueError` if its record is damaged."""
+        check_index(index, len(self))
         return self._passage(index, self._records[index + self._first])
 
     def __iter__(self) -> Iterator[Passage]:
-        """Read all passages in order.
-
-        Raises:
-          ValueError: a record is damaged.
-        """
+        """Read all passages in order; raise `ValueError` if a record is damaged."""
         for index, record in enumerate(self._records, -self._first):
             if index >= 0:
                 yield self._passage(index, record)

@@ -1,13 +1,13 @@
 import pytest
 
-from infcl_jax.data.decode import DECODERS, choice, choose_decoder
+from infcl_jax.data.decode import DECODERS, api, choose_decoder
 from infcl_jax.settings import SETTINGS
 
 
 @pytest.fixture(params=["gpu", "cpu"])
 def machine(request, monkeypatch):
-    monkeypatch.setattr(choice.jax, "default_backend", lambda: request.param)
-    monkeypatch.setattr(choice, "gpu_decoder_installed", lambda: True)
+    monkeypatch.setattr(api.jax, "default_backend", lambda: request.param)
+    monkeypatch.setattr(api, "gpu_decoder_installed", lambda: True)
     return request.param
 
 
@@ -33,7 +33,7 @@ def test_gpus_that_cannot_decode_are_an_error(machine, residency):
 
 
 def test_missing_packages_are_named(monkeypatch, machine):
-    monkeypatch.setattr(choice, "gpu_decoder_installed", lambda: False)
+    monkeypatch.setattr(api, "gpu_decoder_installed", lambda: False)
     assert choose_decoder("auto", "device") == "pillow"
     with pytest.raises(ValueError, match=r"^expected nvImageCodec and CuPy \(pip install 'infcl_jax\[gpu-decode\]'\)"):
         choose_decoder("nvimgcodec", "device")

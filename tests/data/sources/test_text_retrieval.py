@@ -10,7 +10,7 @@ import pytest
 from infcl_jax.data import PairTexts, load_tokenizer, pair_iterator
 from infcl_jax.data.sources import text_records
 from infcl_jax.data.sources.base import BadRecordError
-from infcl_jax.data.sources.text_fields import Passage
+from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import Corpus, QuerySource
 from infcl_jax.data.text_pairs import LEFT_OUT
 

@@ -41,13 +41,12 @@ from infcl_jax.models import CLIP, CLIPConfig, build_model, save_pretrained
 from infcl_jax.models.convert import export_stablehlo, open_source
 from infcl_jax.models.prefix import prefix_model
 from infcl_jax.ops.color import ColorBatch, with_colors
+from infcl_jax.run.base_task import BaseTask
 from infcl_jax.run.initialize import initialize
-from infcl_jax.run.model import base_model, overridden_model, restored_model, run_of, saved_config
-from infcl_jax.run.tokenizer import load_run_tokenizer
+from infcl_jax.run.model import base_model, restored_model, run_of, saved_config
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.mesh import data_mesh, flat_mesh, shard_batch
+from infcl_jax.runtime.mesh import data_mesh, flat_mesh
 from infcl_jax.runtime.processes import local_processes
-from infcl_jax.settings import RunConfig
 from infcl_jax.training import TrainState, loss_class, replayed
 from infcl_jax.training.frozen import PrecomputedFeatures
 
@@ -57,16 +56,8 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ImageTextTask:
-    """Contrastive training of a `CLIP` model, see `infcl_jax.run.task`.
-
-    Attributes:
-      config: settings of the run.
-      unit: name of the rows of a batch.
-      passages: rows of the second tower for each row of the first.
-    """
-
-    config: RunConfig
+class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
+    """Contrastive training of a `CLIP` model."""
 
     unit: ClassVar[str] = "images"
     passages: ClassVar[int] = 1
@@ -75,11 +66,6 @@ class ImageTextTask:
     def base_model(self) -> CLIPConfig:
         """Model configuration without overrides, see `infcl_jax.run.model.base_model`."""
         return base_model(self.config)
-
-    @functools.cached_property
-    def model_config(self) -> CLIPConfig:
-        """Model configuration with overrides, see `infcl_jax.run.read_model_config`."""
-        return overridden_model(self.config, self.base_model)
 
     @property
     def init_logit_scale(self) -> float:
@@ -118,13 +104,10 @@ class ImageTextTask:
             check_deterministic(config.augmentation)
         return towers
 
-    def tokenizer(self, workdir: str | Path | None = None) -> BaseTokenizer:
-        """Load the tokenizer, see `load_run_tokenizer`."""
-        of_weights = None if self.config.init.model is None else self._tokenizer_of_weights
-        size = self.base_model.text.vocab_size
-        return load_run_tokenizer(self.config, self.model_config, size, of_weights, workdir)
-
-    def _tokenizer_of_weights(self) -> BaseTokenizer:
+    def tokenizer_of_weights(self) -> BaseTokenizer | None:
+        """Load the tokenizer of `init.model`."""
+        if self.config.init.model is None:
+            return None
         workdir, _ = run_of(self.config.init.model)
         if workdir is None:
             source = open_source(self.config.init.model)
@@ -146,31 +129,15 @@ class ImageTextTask:
         features: Mapping[str, FeatureStore] | None = None,
         teacher: TeacherTokens | TeacherFeatures | None = None,
     ) -> TrainIterator:
-        """Create the endless iterator over this process's rows of training batches.
-
-        Args:
-          source: training data.
-          tokenizer: tokenizer of the captions.
-          mesh: devices over which the batch is sharded.
-          features: cached features of frozen towers, by tower.
-          teacher: tokens or cached features of a teacher.
-        """
-        config = self.config
+        """Create the iterator over training batches, see `infcl_jax.run.training_data`."""
+        config, local = self.config, local_processes()
         decoders = None if features and "image" in features else self._device_decoders(source, mesh)
-        local = local_processes()
+        reading = self.reading() | ({} if decoders is None else {"prefetch_batches": _PREFETCHED})
         return train_iterator(
             source,
             tokenizer=tokenizer,
             image_size=self.model_config.vision.image_size,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            num_workers=config.num_workers,
-            max_bad_records=config.max_bad_records,
             max_image_pixels=config.max_image_pixels,
-            num_threads=config.num_threads,
-            prefetch_batches=config.prefetch_batches if decoders is None else _PREFETCHED,
             cores=max(1, usable_cores() // local.cores),
             processes_per_host=local.host,
             augmentation=config.augmentation,
@@ -179,6 +146,7 @@ class ImageTextTask:
             features=features,
             positives=config.positives,
             teacher=teacher,
+            **reading,
         )
 
     def _device_decoders(self, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
@@ -199,21 +167,21 @@ class ImageTextTask:
             return None
 
     def next_batch(self, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
-        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
-        config, cache, precomputed = self.config, self.config.grad_cache, self.precomputed
+        """Return the batch of the next step, with residency "replay" to be read by the step itself."""
+        cache = self.config.grad_cache
         if cache.residency == "replay":
-            return replayed(data.next_reader(), cache.chunk_size, mesh, precomputed)
-        batch = next(data)
-        pairs = {"image": with_colors(batch), "text": batch["text"]}
-        pairs |= {name: PrecomputedFeatures(batch[name]) for name in precomputed}
-        if "index" in loss_class(config.loss).inputs:
-            pairs["index"] = batch["index"].astype(np.int32)
-        if config.positives != "pair":
-            pairs["ids"] = batch["ids"]
-        pairs |= {name: batch[name] for name in TEACHER_INPUTS if name in batch}
-        if cache.residency == "host":
-            return pairs
-        return jax.tree.map(lambda array: array if isinstance(array, jax.Array) else shard_batch(mesh, array), pairs)
+            return replayed(data.next_reader(), cache.chunk_size, mesh, self.precomputed)
+        return super().next_batch(data, mesh)
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return images and texts, or their cached features, and what the loss and its teacher need."""
+        inputs = {"image": with_colors(batch), "text": batch["text"]}
+        inputs |= {name: PrecomputedFeatures(batch[name]) for name in self.precomputed}
+        if "index" in loss_class(self.config.loss).inputs:
+            inputs["index"] = batch["index"].astype(np.int32)
+        if self.config.positives != "pair":
+            inputs["ids"] = batch["ids"]
+        return inputs | {name: batch[name] for name in TEACHER_INPUTS if name in batch}
 
     def batch_shapes(self, tokenizer: BaseTokenizer, mesh: Mesh) -> dict[str, Any] | None:
         """Return the shape, dtype and sharding of each array of a batch, to compile the step before the first one.
@@ -270,21 +238,12 @@ class ImageTextTask:
         """Return a state with the parameters of the settings `init`, see `infcl_jax.run.initialize`."""
         return initialize(self.config.init, self.model_config, state)
 
-    def load(
-        self,
-        workdir: Path,
-        step: int | None,
-        tokenizer: str | BaseTokenizer | None,
-        dtype: str | None,
-        mesh: Mesh,
-        batch_size: int,
+    def encoder(
+        self, config: CLIPConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int
     ) -> Encoder:
-        """Load the encoder of a checkpoint, see `infcl_jax.load`."""
-        _, config, variables = restored_model(self.model_config, workdir, mesh, step, dtype)
-        text = suitable_tokenizer(self.tokenizer(workdir) if tokenizer is None else tokenizer, config)
-        return Encoder(
-            build_model(config), variables, text, mesh, batch_size, image_resize(config), self.config.max_image_pixels
-        )
+        """Return the encoder of a restored model, whose tokenizer may be another one than the run's."""
+        text, resize = suitable_tokenizer(tokenizer, config), image_resize(config)
+        return Encoder(build_model(config), variables, text, mesh, batch_size, resize, self.config.max_image_pixels)
 
     def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> str:
         """Write the latest checkpoint for other programs, see `infcl_jax.export`."""

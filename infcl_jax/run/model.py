@@ -114,7 +114,7 @@ def read_model_config(config: AnyConfig) -> CLIPConfig:
     return overridden_model(config, base_model(config))
 
 
-def overridden_model(config: RunConfig, base: CLIPConfig) -> CLIPConfig:
+def overridden_model[C: (CLIPConfig, TextPairConfig)](config: RunConfig, base: C) -> C:
     """Return a model configuration with the precision and the overrides of a run.
 
     Raises:
@@ -122,6 +122,8 @@ def overridden_model(config: RunConfig, base: CLIPConfig) -> CLIPConfig:
     """
     overrides = model_changes(config.precision, config.model_overrides)
     check_model_overrides(base, overrides)
+    if isinstance(base, TextPairConfig) and base.text.projection == "none" and "text.projection" not in overrides:
+        overrides.setdefault("embed_dim", overrides.get("text.width", base.text.width))
     return change_config(base, **overrides)
 
 

@@ -16,7 +16,6 @@ from infcl_jax.data import (
     QuerySource,
     Source,
     TrainIterator,
-    load_tokenizer,
     pair_iterator,
     read_judgments,
     read_questions,
@@ -27,31 +26,16 @@ from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer
 from infcl_jax.inference.text_encoder import TextEncoder
 from infcl_jax.models import TextPair, TextPairConfig, text_pair_config
-from infcl_jax.models.registry import change_config
+from infcl_jax.run.base_task import BaseTask
 from infcl_jax.run.initialize import initialize_pair, open_bert
-from infcl_jax.run.model import restored_model
-from infcl_jax.run.tokenizer import load_run_tokenizer
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.mesh import data_mesh, flat_mesh, shard_batch
-from infcl_jax.settings import RunConfig, check_model_overrides, model_changes
+from infcl_jax.runtime.mesh import data_mesh, flat_mesh
 from infcl_jax.training import TrainState
-
-_BATCH = ("query", "passage", "passage_mask")  # entries of a batch that the step takes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TextRetrievalTask:
-    """Contrastive training of a `TextPair` model, see `infcl_jax.run.task`.
-
-    Attributes:
-      config: settings of the run.
-      unit: name of the rows of a batch.
-      prefixes: sizes of the feature prefixes to train; not supported.
-      precomputed: frozen towers with cached features; not supported.
-      init_logit_scale: logarithm of the scale of the similarities.
-    """
-
-    config: RunConfig
+class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
+    """Contrastive training of a `TextPair` model."""
 
     unit: ClassVar[str] = "queries"
     prefixes: ClassVar[tuple[int, ...]] = ()
@@ -68,26 +52,10 @@ class TextRetrievalTask:
         """Model configuration without overrides."""
         return cast(TextPairConfig, text_pair_config(self.config.model))
 
-    @functools.cached_property
-    def model_config(self) -> TextPairConfig:
-        """Model configuration with overrides.
-
-        Raises:
-          ValueError: an override is unknown or has the wrong type.
-        """
-        base, overrides = self.base_model, model_changes(self.config.precision, self.config.model_overrides)
-        check_model_overrides(base, overrides)
-        if base.text.projection == "none" and "text.projection" not in overrides:
-            overrides.setdefault("embed_dim", overrides.get("text.width", base.text.width))
-        return change_config(base, **overrides)
-
-    def tokenizer(self, workdir: str | Path | None = None) -> BaseTokenizer:
-        """Load the tokenizer, see `load_run_tokenizer`."""
-        of_weights = None if self.config.init.text is None else self._tokenizer_of_weights
-        size = self.base_model.text.vocab_size
-        return load_run_tokenizer(self.config, self.model_config, size, of_weights, workdir)
-
-    def _tokenizer_of_weights(self) -> BaseTokenizer:
+    def tokenizer_of_weights(self) -> BaseTokenizer | None:
+        """Load the tokenizer of `init.text`."""
+        if self.config.init.text is None:
+            return None
         weights = open_bert(self.config.init.text, self.model_config)
         return pretrained_tokenizer(weights, self.model_config, self.config.text_cleaning)
 
@@ -118,29 +86,18 @@ class TextRetrievalTask:
     ) -> TrainIterator:
         """Create the endless iterator over this process's rows of training batches, see `pair_iterator`."""
         del mesh, features, teacher  # without images to decode, frozen towers and teachers
-        config, settings = self.config, self.config.text_retrieval
+        settings = self.config.text_retrieval
         return pair_iterator(
             cast(QuerySource, source),
             self.pair_texts(tokenizer),
-            batch_size=config.batch_size,
             hard_negatives=settings.hard_negatives,
             positive=settings.positive,
-            seed=config.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            num_workers=config.num_workers,
-            num_threads=config.num_threads,
-            prefetch_batches=config.prefetch_batches,
-            max_bad_records=config.max_bad_records,
+            **self.reading(),
         )
 
-    def next_batch(self, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
-        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
-        batch = next(data)
-        texts = {name: batch[name] for name in _BATCH}
-        if self.config.grad_cache.residency == "host":
-            return texts
-        return {name: shard_batch(mesh, array) for name, array in texts.items()}
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return queries, passages and the mask of passages."""
+        return {name: batch[name] for name in ("query", "passage", "passage_mask")}
 
     def batch_shapes(self, tokenizer: BaseTokenizer, mesh: Mesh) -> None:
         """Return None: the first step is compiled when it has its batch."""
@@ -179,21 +136,10 @@ class TextRetrievalTask:
         path = self.config.init.text
         return state if path is None else initialize_pair(path, self.model_config, state)
 
-    def load(
-        self,
-        workdir: Path,
-        step: int | None,
-        tokenizer: str | BaseTokenizer | None,
-        dtype: str | None,
-        mesh: Mesh,
-        batch_size: int,
+    def encoder(
+        self, config: TextPairConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int
     ) -> TextEncoder:
-        """Load the encoders of a checkpoint, see `infcl_jax.load`."""
-        _, config, variables = restored_model(self.model_config, workdir, mesh, step, dtype)
-        if tokenizer is None:
-            tokenizer = self.tokenizer(workdir)
-        elif not isinstance(tokenizer, BaseTokenizer):
-            tokenizer = load_tokenizer(tokenizer, config.text.context_length)
+        """Return the encoders of a restored model."""
         return TextEncoder(config, variables, self.pair_texts(tokenizer), mesh, batch_size)
 
     def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> str:

@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.data import Source, TrainIterator
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
-from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
+from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss, SampleState
 from infcl_jax.losses.base import Targets
 from infcl_jax.models import CLIP, TextPair, build_model, variable_shapes
 from infcl_jax.models.clip import row_shapes
-from infcl_jax.run.frozen_towers import FeatureCache
-from infcl_jax.run.model import DEFAULT_MODEL, saved_config
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation
+from infcl_jax.run.frozen_towers import FeatureCache, Teacher, load_teacher
+from infcl_jax.run.model import DEFAULT_MODEL
 from infcl_jax.run.task import Task, task_of
-from infcl_jax.run.teacher import Teacher, load_teacher
-from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import (
     SETTINGS,
     RunConfig,
@@ -48,7 +48,7 @@ from infcl_jax.training.step import TrainStep
 from infcl_jax.training.utilization import utilization
 
 if TYPE_CHECKING:  # the training of a run does not import the planner
-    from infcl_jax.planner import Workload
+    from infcl_jax.planner import TeacherMemory, Workload
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Run:
 
     Attributes:
       config: settings. Those of `build_run` have values for `total_steps`, `precision` and `model`.
-      mesh: devices over which the batch is sharded.
+      mesh: devices over which the batch is sharded; None is enough for a plan, and a loss on one device.
       source: training data; None is enough for losses without sample state and runs without `epochs`.
       origin: directory of the resumed or forked run; None for a new one.
       recorded: settings of the run in `origin`; None without them.
@@ -68,7 +68,7 @@ class Run:
     """
 
     config: RunConfig
-    mesh: Mesh
+    mesh: Mesh | None = None
     source: Source | None = None
     origin: Path | None = None
     recorded: RunConfig | None = None
@@ -95,12 +95,42 @@ class Run:
     @functools.cached_property
     def loss(self) -> Loss:
         """Training loss on the mesh."""
-        return make_run_loss(self.task, self.mesh, self.source, None if self.teacher is None else self.teacher.scale)
+        return self.make_loss(1.0 if self.teacher is None else self.teacher.scale)
+
+    def make_loss(self, teacher_scale: float) -> Loss:
+        """Create the loss for a teacher with this inverse temperature, see `infcl_jax.run.loss`."""
+        config = self.config
+        loss = make_loss(
+            config.loss,
+            self.mesh,
+            config.implementation,
+            config.max_logit_scale,
+            targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
+            config=config.global_contrastive,
+            # A batch larger than the dataset is an error of `training_data`, which names both sizes.
+            steps_per_epoch=max(1, self.samples // config.batch_size),
+            optimizer=config.optimizer,
+        )
+        if config.distill.teacher is not None:
+            loss = DistilledLoss.wrap(loss, config.distill.weight, teacher_scale)
+        return MatryoshkaLoss.wrap(loss, self.task.prefixes) if self.task.prefixes else loss
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the sample state; 0 for losses without it."""
+        if "samples" not in loss_class(self.config.loss).inputs:
+            return 0
+        if self.source is None:
+            raise ValueError(
+                f"expected a source with loss {self.config.loss!r}, got None; pass training_source(config)"
+            )
+        return len(self.source)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """Optimizer, whose rules fit the model."""
-        return make_run_optimizer(self.config, self.model, self.source)
+        check_optimizer(self.config.optimizer, variable_shapes(self.model)["params"])
+        return make_optimizer(self.config.optimizer, total_steps(self.config, self.source))
 
     @functools.cached_property
     def cache(self) -> GradCacheConfig:
@@ -114,12 +144,51 @@ class Run:
     @functools.cached_property
     def workload(self) -> "Workload":
         """Settings that determine the memory of a step, for the planner."""
-        from infcl_jax.run.memory import run_workload, teacher_memory
-
         # A collective, which a single process must not start after it has run out of memory.
         limit = device_memory_limit() if self.config.grad_cache.keep == KEEP_MOST else None
-        parts = self.task, self.model, self.loss, self.optimizer, self.source
-        return run_workload(*parts, self.mesh.size, limit, teacher=teacher_memory(self.teacher))
+        return self.planned(self.mesh.size, limit)
+
+    def planned(
+        self,
+        devices: int,
+        memory_limit: int | None = None,
+        implementation: str | None = None,
+        teacher: "TeacherMemory | None" = None,
+    ) -> "Workload":
+        """Return the settings that determine the memory of a step, see `infcl_jax.run.workload`."""
+        from infcl_jax.planner import SAFE_SHARE, TeacherMemory, Workload, store_activations, tree_bytes
+
+        config, loss, cache = self.config, self.loss, self.config.grad_cache
+        if teacher is None and self.teacher is not None:
+            teacher = TeacherMemory(self.teacher.model, cached=self.teacher.cache is not None)
+        best, stores_most = implementation or best_implementation(), cache.keep == KEEP_MOST
+        workload = Workload(
+            model=self.model,
+            optimizer=self.optimizer,
+            batch_size=config.batch_size,
+            devices=devices,
+            cache=dataclasses.replace(cache, keep=0) if stores_most else cache,
+            implementation=config.implementation or (best if best in loss.implementations else "xla"),
+            loss=config.loss,
+            ema=config.ema is not None,
+            sample_bytes=tree_bytes(jax.eval_shape(self.init_samples)) // devices,
+            parameter_sharding=config.parameter_sharding,
+            frozen=config.frozen,
+            unlocked_groups=config.unlocked_groups,
+            precomputed=self.task.precomputed,
+            passages=self.task.passages,
+            teacher=teacher,
+            by_id=loss.targets.by_id,
+        )
+        if not stores_most:
+            return workload
+        if memory_limit is None:
+            raise ValueError("expected grad_cache.keep >= 0 on devices that do not report their memory, got -1")
+        return store_activations(workload, int(SAFE_SHARE * memory_limit))
+
+    def init_samples(self) -> SampleState | None:
+        """Initialize the sample state; None for losses without it."""
+        return self.loss.init_samples(self.samples, self.task.init_logit_scale)
 
     @functools.cached_property
     def init(self) -> StateInit:
@@ -136,9 +205,7 @@ class Run:
             unlocked_groups=config.unlocked_groups,
             ema=config.ema,
         )
-        arguments = num_samples(config, self.source), self.task.init_logit_scale
-        rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        return init.with_samples(lambda: self.loss.init_samples(*arguments), rows)
+        return init.with_samples(self.init_samples, NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)))
 
     @functools.cached_property
     def step(self) -> TrainStep:
@@ -234,7 +301,13 @@ def build_run(
     """
     doing("reading the dataset")
     source = task_of(config).source()
-    config = resolved_config(config, source, recorded)
+    config = with_total_steps(config, source)
+    if recorded is not None:
+        config = keep_recorded(recorded, config)
+    chosen = {"precision": resolved_precision(config.precision, config.model_overrides)}
+    if config.model is None and config.init.model is None:
+        chosen["model"] = DEFAULT_MODEL
+    config = with_changes(config, chosen)
     changed = {} if recorded is None else changed_settings(recorded, config)
     fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
     check_fixed(changed, fixed, origin or "", "keep it, or choose another --workdir")
@@ -246,65 +319,3 @@ def build_run(
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
     _ = run.step, run.suite, run.init
     return run
-
-
-def recorded_config(workdir: Path) -> RunConfig | None:
-    """Return the settings of a resumed run; None without a `config.json`."""
-    return saved_config(workdir) if (workdir / CONFIG_FILE).is_file() else None
-
-
-def resolved_config(config: RunConfig, source: Source, recorded: RunConfig | None = None) -> RunConfig:
-    """Return settings with values for the length, the precision and the model.
-
-    Args:
-      config: settings of the run.
-      source: training data.
-      recorded: settings of the resumed run, which keeps those that were chosen at its start.
-    """
-    config = with_total_steps(config, source)
-    if recorded is not None:
-        config = keep_recorded(recorded, config)
-    changes = {"precision": resolved_precision(config.precision, config.model_overrides)}
-    if config.model is None and config.init.model is None:
-        changes["model"] = DEFAULT_MODEL
-    return with_changes(config, changes)
-
-
-def make_run_loss(task: Task, mesh: Mesh | None, source: Source | None, teacher_scale: float | None = None) -> Loss:
-    """Create the loss of a run, see `infcl_jax.run.loss`."""
-    config = task.config
-    loss = make_loss(
-        config.loss,
-        mesh,
-        config.implementation,
-        config.max_logit_scale,
-        targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
-        config=config.global_contrastive,
-        # A batch larger than the dataset is an error of `training_data`, which names both sizes.
-        steps_per_epoch=max(1, num_samples(config, source) // config.batch_size),
-        optimizer=config.optimizer,
-    )
-    if config.distill.teacher is not None:
-        loss = DistilledLoss.wrap(loss, config.distill.weight, 1.0 if teacher_scale is None else teacher_scale)
-    return MatryoshkaLoss.wrap(loss, task.prefixes) if task.prefixes else loss
-
-
-def make_run_optimizer(
-    config: RunConfig, model: CLIP | TextPair, source: Source | None
-) -> optax.GradientTransformation:
-    """Create the optimizer of a run.
-
-    Raises:
-      ValueError: a rule of the optimizer matches no parameter.
-    """
-    check_optimizer(config.optimizer, variable_shapes(model)["params"])
-    return make_optimizer(config.optimizer, total_steps(config, source))
-
-
-def num_samples(config: RunConfig, source: Source | None) -> int:
-    """Count the samples in the sample state; 0 for losses without it."""
-    if "samples" not in loss_class(config.loss).inputs:
-        return 0
-    if source is None:
-        raise ValueError(f"expected a source with loss {config.loss!r}, got None; pass training_source(config)")
-    return len(source)

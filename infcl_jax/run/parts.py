@@ -12,7 +12,7 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
 from infcl_jax.models import build_model
-from infcl_jax.run.build import Run, make_run_loss, make_run_optimizer
+from infcl_jax.run.build import Run
 from infcl_jax.run.task import task_of
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config
@@ -170,7 +170,7 @@ def loss(
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
-    return make_run_loss(task_of(make_config(config)), mesh, source, teacher_scale)
+    return Run(make_config(config), mesh, source).make_loss(1.0 if teacher_scale is None else teacher_scale)
 
 
 def initial_state(config: AnyConfig, mesh: Mesh, source: Source | None = None) -> TrainState:
@@ -222,9 +222,4 @@ def workload(
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    from infcl_jax.run.memory import run_workload  # the training of a run does not import the planner
-
-    task = task_of(make_config(config))
-    model = build_model(task.model_config)
-    loss, optimizer = make_run_loss(task, None, source), make_run_optimizer(task.config, model, source)
-    return run_workload(task, model, loss, optimizer, source, devices, memory_limit, implementation, teacher)
+    return Run(make_config(config), source=source).planned(devices, memory_limit, implementation, teacher)

@@ -5,7 +5,6 @@ import contextlib
 import jax
 from jax.sharding import use_abstract_mesh
 
-from infcl_jax import run
 from infcl_jax.planner import (
     Device,
     Workload,
@@ -21,9 +20,10 @@ from infcl_jax.planner import (
     step_time,
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
+from infcl_jax.run import sample_source
+from infcl_jax.run.build import Run
 from infcl_jax.run.devices import start_devices
-from infcl_jax.run.memory import teacher_memory
-from infcl_jax.run.teacher import load_teacher
+from infcl_jax.run.frozen_towers import load_teacher
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config, with_total_steps
 
@@ -70,7 +70,7 @@ def plan(
     if target is not None and (device is None or not 1 <= target <= _LARGEST_TARGET):
         raise ValueError(f"expected --target from 1 to {_LARGEST_TARGET} with --device, got {target}")
     config = make_config(config)
-    source = run.sample_source(config)
+    source = sample_source(config)
     config = with_total_steps(config, source)
     gpu = None if device is None else device_named(device)
     # Under an abstract mesh the plan has the kernels of the named device, not of this machine.
@@ -80,9 +80,8 @@ def plan(
             count, limit = devices or start_devices(config).size, limit or device_memory_limit()
         else:
             count, limit = devices or 1, limit or gpu.memory_limit
-        memory = teacher_memory(load_teacher(config, data_mesh()))
-        implementation = None if gpu is None else gpu.implementation
-        workload = run.workload(config, count, limit, implementation, source, memory)
+        run = Run(config, source=source, teacher=load_teacher(config, data_mesh()))
+        workload = run.planned(count, limit, None if gpu is None else gpu.implementation)
         if gpu is None or limit is None:
             return _memory_plan(workload, limit)
         if target is not None:

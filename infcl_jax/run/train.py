@@ -16,12 +16,12 @@ from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
 from infcl_jax.run.batches import Batches
-from infcl_jax.run.build import Run, build_run, recorded_config
+from infcl_jax.run.build import Run, build_run
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.loop import COMPILING, TrainLoop, evaluates, is_evaluated
 from infcl_jax.run.lost_workers import LostWorkers
-from infcl_jax.run.model import save_base_model
+from infcl_jax.run.model import save_base_model, saved_config
 from infcl_jax.run.results import announce, conclude
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE, record_start
@@ -29,6 +29,7 @@ from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import fail, failures
 from infcl_jax.runtime.processes import is_lead
+from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import AnyConfig, RunConfig, check_config, make_config, name_changes
 from infcl_jax.training import (
     Checkpointer,
@@ -197,7 +198,8 @@ class Training:
         try:
             self.console.doing("checking the checkpoints")
             origin = self.checkpoints.origin()
-            recorded = None if origin is None else recorded_config(origin)
+            has_settings = origin is not None and (origin / CONFIG_FILE).is_file()
+            recorded = saved_config(origin) if has_settings else None
             finished = recorded is not None and recorded.total_steps == self.checkpoints.latest_step()
         finally:
             if not finished:  # also for an error; the log of a finished run is opened if the run is longer now

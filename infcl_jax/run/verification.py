@@ -14,7 +14,7 @@ from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import ResNetConfig, towers_of
 from infcl_jax.models.clip import row_shapes
-from infcl_jax.run.build import Run, make_run_loss
+from infcl_jax.run.build import Run
 from infcl_jax.run.task import Task, task_of
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import AnyConfig, RunConfig, make_config, parse_overrides, with_changes
@@ -59,11 +59,11 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
     small = small_config(make_config(config), _ROWS_PER_DEVICE * mesh.size)
     source: Any = range(2 * small.batch_size)
     run = Run(small, mesh, source)
-    step = _Step(run, run.init.create(), make_run_loss(run.task, mesh, source, _TEACHER_SCALE))
+    step = _Step(run, run.init.create(), run.make_loss(_TEACHER_SCALE))
     batch, names = _random_batch(run, step.loss), towers_of(step.state.params)
     dense = "dense" if "dense" in step.loss.implementations else None
     reference = dataclasses.replace(small, implementation=dense)
-    undivided = make_run_loss(task_of(reference), None, source, _TEACHER_SCALE)
+    undivided = Run(reference, source=source).make_loss(_TEACHER_SCALE)
     with jax.default_matmul_precision("highest"):
         return verify(
             step.undivided(undivided),

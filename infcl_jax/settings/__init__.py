@@ -16,13 +16,17 @@ from infcl_jax.settings.config import (
     scaled_learning_rate,
     with_changes,
 )
-from infcl_jax.settings.init_config import InitConfig
-from infcl_jax.settings.length import total_steps, with_total_steps
+from infcl_jax.settings.consistency import total_steps, with_total_steps
+from infcl_jax.settings.model_overrides import (
+    check_model_overrides,
+    model_changes,
+    parse_overrides,
+    precision_of_overrides,
+    resolved_precision,
+)
 from infcl_jax.settings.names import closest_setting
-from infcl_jax.settings.overrides import check_model_overrides, parse_overrides
-from infcl_jax.settings.precision import model_changes, precision_of_overrides, resolved_precision
-from infcl_jax.settings.run_config import SECTIONS, SETTINGS, RunConfig
-from infcl_jax.settings.text import format_entry, format_help, format_markdown, format_python
+from infcl_jax.settings.run_config import SETTINGS, InitConfig, RunConfig
+from infcl_jax.settings.text import SECTIONS, format_entry, format_help, format_markdown, format_python
 
 __all__ = [
     "SECTIONS",

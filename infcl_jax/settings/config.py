@@ -13,8 +13,8 @@ from ml_collections.config_dict import placeholder
 from infcl_jax.ops.common.checks import check_positive_int
 from infcl_jax.schema import as_integer
 from infcl_jax.settings.consistency import check_consistency
+from infcl_jax.settings.model_overrides import precision_of_overrides
 from infcl_jax.settings.names import closest_setting
-from infcl_jax.settings.precision import precision_of_overrides
 from infcl_jax.settings.run_config import SETTINGS, RunConfig
 
 type AnyConfig = RunConfig | ConfigDict | Mapping[str, Any]  # what `make_config` takes

@@ -1,15 +1,71 @@
-"""Checks of settings that belong together, before data is read or anything is compiled."""
+"""Length of a run, and checks of settings that belong together, before data is read or anything is compiled."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import TOWERS, text_pair_config
-from infcl_jax.settings.length import total_steps
-from infcl_jax.settings.precision import check_precision
-from infcl_jax.settings.run_config import RunConfig
+from infcl_jax.settings.model_overrides import parse_overrides
+from infcl_jax.settings.run_config import MOST_STEPS, RunConfig
 from infcl_jax.training import learning_rate_schedule
 from infcl_jax.training.frozen import check_frozen
 from infcl_jax.training.losses import loss_class
+
+_LENGTHS = ("total_steps", "samples_seen", "epochs")
+_DEFAULT_STEPS = 1000  # without any of them
+
+
+def total_steps(config: RunConfig, source: Sized | None = None) -> int:
+    """Count the training steps of a run.
+
+    `samples_seen` gives `samples_seen // batch_size` steps. Each of the `epochs` has `samples // batch_size` steps, in
+    which every sample is seen at most once.
+
+    Examples:
+      >>> config = make_config({"samples_seen": 1_000_000, "batch_size": 1000})
+      >>> total_steps(config)
+      1000
+
+    Args:
+      config: settings of the run.
+      source: training data; None is enough without `epochs`.
+
+    Raises:
+      ValueError: more than one of `total_steps`, `samples_seen` and `epochs` is given, or they give no step.
+    """
+    given = {name: config[name] for name in _LENGTHS if config[name] is not None}
+    values = " and ".join(f"{name}={value}" for name, value in given.items())
+    if len(given) > 1:
+        raise ValueError(f"expected one of {', '.join(_LENGTHS)}, got {values}; set all but one to None")
+    if config.epochs is not None:
+        if source is None:
+            raise ValueError(f"expected a source with {values}, got None; pass training_source(config)")
+        steps = config.epochs * (len(source) // config.batch_size)
+    elif config.samples_seen is not None:
+        steps = config.samples_seen // config.batch_size
+    else:
+        steps = config.total_steps or _DEFAULT_STEPS
+    if not steps:
+        raise ValueError(f"expected samples for a batch of {config.batch_size}, got {values}; use a smaller batch_size")
+    if steps > MOST_STEPS:
+        raise ValueError(f"expected at most {MOST_STEPS} steps, got {values} with a batch of {config.batch_size}")
+    return steps
+
+
+def with_total_steps(config: RunConfig, source: Sized | None = None) -> RunConfig:
+    """Return a copy of the configuration whose only length is `total_steps`.
+
+    Args:
+      config: settings of the run.
+      source: training data; None is enough without `epochs`.
+
+    Raises:
+      ValueError: see `total_steps`.
+    """
+    lengths = dict.fromkeys(_LENGTHS) | {"total_steps": total_steps(config, source)}
+    return dataclasses.replace(config, **lengths)
 
 
 def check_consistency(config: RunConfig) -> None:
@@ -18,27 +74,17 @@ def check_consistency(config: RunConfig) -> None:
     Raises:
       ValueError: settings contradict each other, or have no effect without another one.
     """
-    if (limit := config.max_bad_records) is not None and limit >= 1 and limit != int(limit):
-        raise ValueError(f"expected max_bad_records below 1, or a whole number, got {limit}")
-    check_precision(config.precision, config.model_overrides)
-    _check_text_retrieval(config)
-    _check_targets(config)
-    _check_frozen(config)
-    _check_grad_cache(config)
-    _check_outputs(config)
-    _check_matryoshka(config)
-    _check_distill(config)
-    optimizer = config.optimizer
-    if optimizer.final_learning_rate > optimizer.learning_rate:
+    if config.precision != "auto" and (dtype := parse_overrides(config.model_overrides).get("dtype")) is not None:
+        precision = f"precision={config.precision!r}"
         raise ValueError(
-            f"expected optimizer.final_learning_rate <= optimizer.learning_rate={optimizer.learning_rate}, got "
-            f"{optimizer.final_learning_rate}; lower it"
+            f"expected no dtype in model_overrides with {precision}, got dtype={dtype}; leave one of both out"
         )
-    if config.ema_warmup and config.ema_decay is None:
-        raise ValueError("expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999")
-    lengths = [name for name in ("total_steps", "samples_seen", "epochs") if config[name] is not None]
-    if lengths != ["epochs"]:  # whose steps depend on the data
-        learning_rate_schedule(optimizer, total_steps(config))
+    rules = _task_rules(config), _target_rules(config), _tower_rules(config), _other_rules(config)
+    for broken, message in itertools.chain(*rules):
+        if broken:
+            raise ValueError(message)
+    if [name for name in _LENGTHS if config[name] is not None] != ["epochs"]:  # whose steps depend on the data
+        learning_rate_schedule(config.optimizer, total_steps(config))
 
 
 # Settings that text retrieval does not support, with the values that leave them out.
@@ -54,99 +100,76 @@ _IMAGES_ONLY: dict[str, Any] = {
     "evaluation.zero_shot_dataset": None,
     "optimizer.layer_decay": (1.0, 1.0),
 }
+_PASSAGES_ONLY = ("text_retrieval.corpus", "grad_cache.passage_chunk_size")  # None without text retrieval
 
 
-def _check_text_retrieval(config: RunConfig) -> None:
-    """Check that loss, model and the other settings are all of text retrieval, or none is."""
-    is_pair = text_pair_config(config.model) is not None
-    if is_pair != (config.loss == "retrieval"):
-        expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
-        raise ValueError(f"expected {expected}, got model={config.model!r} and loss={config.loss!r}")
-    if not is_pair:
-        passages = {
-            "text_retrieval.corpus": config.text_retrieval.corpus,
-            "grad_cache.passage_chunk_size": config.grad_cache.passage_chunk_size,
-        }
-        for name, value in passages.items():
-            if value is not None:
-                raise ValueError(f"expected {name}=None with loss={config.loss!r}, got {value!r}")
-        return
-    for name, default in _IMAGES_ONLY.items():
-        if (value := config[name]) != default:
-            raise ValueError(f"expected {name}={default!r} with loss 'retrieval', got {value!r}")
-    if config.grad_cache.residency == "replay":
-        raise ValueError("expected grad_cache.residency 'device' or 'host' with loss 'retrieval', got 'replay'")
+def _task_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """Yield rules that are broken if their first entry is true: loss, model and the rest are of one kind of data."""
+    loss, is_pair = config.loss, text_pair_config(config.model) is not None
+    expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
+    yield is_pair != (loss == "retrieval"), f"expected {expected}, got model={config.model!r} and loss={loss!r}"
+    for name, default in _IMAGES_ONLY.items() if is_pair else dict.fromkeys(_PASSAGES_ONLY).items():
+        yield config[name] != default, f"expected {name}={default!r} with loss={loss!r}, got {config[name]!r}"
 
 
-def _check_targets(config: RunConfig) -> None:
-    """Check that the loss has the targets that are set."""
-    by_id = config.positives != "pair"
-    if by_id and config.loss not in ("clip", "siglip"):
-        raise ValueError(f"expected positives='pair' with loss={config.loss!r}, got {config.positives!r}")
-    if by_id and config.grad_cache.residency == "replay":
-        raise ValueError(
-            f"expected grad_cache.residency 'device' or 'host' with positives={config.positives!r}, got 'replay'"
-        )
-    if config.label_smoothing and config.loss != "clip":
-        raise ValueError(f"expected label_smoothing=0.0 with loss={config.loss!r}, got {config.label_smoothing}")
-    if config.multi_positive != "mean" and not (by_id and config.loss == "clip"):
-        raise ValueError(
-            f"expected multi_positive='mean' with loss={config.loss!r} and positives={config.positives!r}, got "
-            f"{config.multi_positive!r}"
-        )
-    if config.positives == "label" and "image" in config.frozen and config.cache_frozen is not None:
-        raise ValueError("expected other positives than 'label' with cached image features, got 'label'")
-
-
-def _check_frozen(config: RunConfig) -> None:
-    """Check that at least one tower is trained."""
-    check_frozen(config.frozen, config.unlocked_groups)
-    locked = [name for name in TOWERS if name in config.frozen and not config.unlocked_groups[name]]
-    if len(locked) == len(TOWERS):
-        raise ValueError(
-            f"expected a tower to train, got frozen={config.frozen}; leave one out, or set unlocked_groups"
-        )
-    if len(set(config.frozen)) < len(config.frozen):
-        raise ValueError(f"expected each tower once in frozen, got {config.frozen}; leave one out")
-
-
-def _check_outputs(config: RunConfig) -> None:
-    """Check the writers of metrics and the steps of the profile."""
-    writers, steps = config.writers, config.profile
-    if len(set(writers)) < len(writers):
-        raise ValueError(f"expected each writer once in writers, got {writers}; leave one out")
-    if steps and (len(steps) != 2 or steps[0] > steps[1]):
-        raise ValueError(f"expected profile=(first step, last step), got {steps}; give two steps such as (100, 110)")
-
-
-def _check_matryoshka(config: RunConfig) -> None:
-    """Check that the loss can be summed over increasing prefixes."""
+def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """Yield rules on the positives, the teacher and the prefixes of the loss, and on what they need of a batch."""
+    loss, positives, teacher = config.loss, config.positives, config.distill.teacher is not None
+    by_id, plain = positives != "pair", loss != "retrieval" and not loss_class(loss).inputs
+    got = f"got {positives!r}"
+    yield by_id and loss not in ("clip", "siglip"), f"expected positives='pair' with loss={loss!r}, {got}"
+    smoothing = config.label_smoothing
+    yield smoothing != 0 and loss != "clip", f"expected label_smoothing=0.0 with loss={loss!r}, got {smoothing}"
+    yield (
+        config.multi_positive != "mean" and not (by_id and loss == "clip"),
+        f"expected multi_positive='mean' with loss={loss!r} and {positives=}, got {config.multi_positive!r}",
+    )
+    cached = config.cache_frozen is not None
+    images = "image" in config.frozen and cached
+    yield positives == "label" and images, f"expected other positives than 'label' with cached image features, {got}"
     checked_dims("matryoshka", config.matryoshka)
-    if config.matryoshka and (config.loss == "retrieval" or loss_class(config.loss).inputs):
-        raise ValueError(f"expected loss clip or siglip with matryoshka, got {config.loss}")
+    for name, given in (("matryoshka", bool(config.matryoshka)), ("distill.teacher", teacher)):
+        yield given and not plain, f"expected loss clip or siglip with {name}, got {loss}"
+    replays = config.grad_cache.residency == "replay"
+    needs = {"loss 'retrieval'": loss == "retrieval", f"{positives=}": by_id, "distill.teacher": teacher}
+    for name, needed in needs.items():
+        yield needed and replays, f"expected grad_cache.residency 'device' or 'host' with {name}, got 'replay'"
+    yield (
+        teacher and cached and config.distill.cache is None,
+        "expected distill.cache with distill.teacher and cache_frozen, got None; the teacher would need images and "
+        "texts, which are not read",
+    )
 
 
-def _check_distill(config: RunConfig) -> None:
-    """Check that the loss and the batches allow a teacher."""
-    distill = config.distill
-    if distill.teacher is None:
-        return
-    if config.loss == "retrieval" or loss_class(config.loss).inputs:
-        raise ValueError(f"expected loss clip or siglip with distill.teacher, got {config.loss}")
-    if config.grad_cache.residency == "replay":
-        raise ValueError("expected grad_cache.residency 'device' or 'host' with distill.teacher, got 'replay'")
-    if config.cache_frozen is not None and distill.cache is None:
-        raise ValueError(
-            "expected distill.cache with distill.teacher and cache_frozen, got None; the teacher would need images and "
-            "texts, which are not read"
-        )
+def _tower_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """Yield rules on frozen towers, of which one at least is trained."""
+    frozen = config.frozen
+    check_frozen(frozen, config.unlocked_groups)
+    locked = all(name in frozen and not config.unlocked_groups[name] for name in TOWERS)
+    yield locked, f"expected a tower to train, got {frozen=}; leave one out, or set unlocked_groups"
+    yield len(set(frozen)) < len(frozen), f"expected each tower once in frozen, got {frozen}; leave one out"
 
 
-def _check_grad_cache(config: RunConfig) -> None:
-    """Check the chunks of gradient caching against the batch."""
-    config.grad_cache.check_batch(config.batch_size, 1)
-    size, keep = config.grad_cache.chunk_size, config.grad_cache.keep
-    if size is not None and keep > (chunks := -(-config.batch_size // size)):
-        raise ValueError(
-            f"expected grad_cache.keep <= {chunks}, the chunks of a batch of {config.batch_size}, got {keep}; lower it"
-        )
+def _other_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """Yield rules on bad records, gradient caching, outputs, learning rates and moving averages."""
+    if (limit := config.max_bad_records) is not None:
+        whole = limit < 1 or limit == int(limit)
+        yield not whole, f"expected max_bad_records below 1, or a whole number, got {limit}"
+    batch, cache = config.batch_size, config.grad_cache
+    cache.check_batch(batch, 1)
+    if cache.chunk_size is not None:
+        chunks = -(-batch // cache.chunk_size)
+        expected = f"grad_cache.keep <= {chunks}, the chunks of a batch of {batch}"
+        yield cache.keep > chunks, f"expected {expected}, got {cache.keep}; lower it"
+    writers, steps = config.writers, config.profile
+    yield len(set(writers)) < len(writers), f"expected each writer once in writers, got {writers}; leave one out"
+    yield (
+        bool(steps) and (len(steps) != 2 or steps[0] > steps[1]),
+        f"expected profile=(first step, last step), got {steps}; give two steps such as (100, 110)",
+    )
+    peak, final = config.optimizer.learning_rate, config.optimizer.final_learning_rate
+    expected = f"optimizer.final_learning_rate <= optimizer.learning_rate={peak}"
+    yield final > peak, f"expected {expected}, got {final}; lower it"
+    averages = config.ema_decay is not None
+    missing = "expected ema_decay with ema_warmup=True, got None; give a decay such as 0.9999"
+    yield config.ema_warmup and not averages, missing

@@ -1,6 +1,7 @@
 """All settings of a run, as one tree of frozen dataclasses."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from infcl_jax.data.decode.pillow import MAX_PIXELS, MAX_SIDE, MIN_SIDE
 from infcl_jax.data.positive_ids import POSITIVES
@@ -11,9 +12,8 @@ from infcl_jax.models import TOWERS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.runtime.distributed import LOST_PROCESS_TIMEOUT, START_TIMEOUT
 from infcl_jax.runtime.mesh import MESHES
-from infcl_jax.schema import Range, Section, Setting, setting, settings_of
-from infcl_jax.settings.init_config import InitConfig
-from infcl_jax.settings.precision import PRECISIONS
+from infcl_jax.schema import Range, Section, setting, settings_of
+from infcl_jax.settings.model_overrides import PRECISIONS
 from infcl_jax.training import (
     LOSSES,
     ON_NONFINITE,
@@ -26,10 +26,41 @@ from infcl_jax.training import (
     TextRetrievalConfig,
     UnlockedGroups,
 )
+from infcl_jax.training.rules import check_pairs
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 _COUNT, _FROM_ZERO, _DECAY = Range(1), Range(0), Range(0, 1, below=True)
-_STEPS = 2**31 - 1  # the step is an int32
+MOST_STEPS = 2**31 - 1  # the step is an int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig(Section, prefix="init."):
+    """Sources of initial parameters, which `infcl_jax.run` reads.
+
+    The rules are ordered pairs (regular expression, name in the source). The expression matches the whole name of a
+    parameter, such as "visual/proj/kernel", and the name can refer to its groups, as `\\1`. The first match applies.
+    Other parameters have the same name in the source.
+
+    Raises:
+      ValueError: a rule is no pair of a regular expression and a name.
+    """
+
+    model: str | None = setting(
+        None,
+        "initial parameters of a new run: a folder, file or hf-hub:OWNER/NAME of OpenCLIP or Hugging Face, a model of "
+        "OpenCLIP with its tag, as ViT-B-32:openai, a run's workdir or a checkpoint, see docs/weights.md; without "
+        "model, the run has its model and tokenizer",
+    )
+    image: str | None = setting(None, "initial parameters of the image tower, like init.model")
+    text: str | None = setting(None, "initial parameters of the text tower, like init.model")
+    rules: Sequence[tuple[str, str]] = setting(
+        (),
+        'names in the source by parameter name, such as (("logit_scale", ""),); an empty name keeps the initial value',
+    )
+
+    def check(self) -> None:
+        """Check the rules."""
+        check_pairs("init.rules", self.rules, "a name", lambda name: isinstance(name, str))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +239,7 @@ class RunConfig(Section):
 
     batch_size: int = setting(256, "global batch size, in pairs over all devices", Range(1, 2**24), fixed=True)
     total_steps: int | None = setting(
-        None, "training steps; None: from samples_seen or epochs, else 1000", Range(1, _STEPS)
+        None, "training steps; None: from samples_seen or epochs, else 1000", Range(1, MOST_STEPS)
     )
     samples_seen: int | None = setting(None, "training samples, instead of total_steps; whole batches are used", _COUNT)
     epochs: int | None = setting(
@@ -283,7 +314,7 @@ class RunConfig(Section):
     profile: tuple[int, ...] = setting(
         (),
         "first and last step of a trace of jax.profiler, such as (100, 110), in WORKDIR/profile; (): none",
-        Range(1, _STEPS),
+        Range(1, MOST_STEPS),
     )
 
     @property
@@ -292,32 +323,4 @@ class RunConfig(Section):
         return None if self.ema_decay is None else EMAConfig(decay=self.ema_decay, warmup=self.ema_warmup)
 
 
-# First field of each section of `--help` and `docs/settings.md`.
-_TITLES = {
-    "seed": "Run",
-    "dataset": "Data",
-    "tokenizer": "Text",
-    "model": "Model",
-    "init": "Initial parameters",
-    "loss": "Loss",
-    "global_contrastive": "Global contrastive losses (SogCLR to FastCLIP)",
-    "grad_cache": "Gradient caching",
-    "text_retrieval": "Dense text retrieval",
-    "batch_size": "Training",
-    "optimizer": "Optimizer",
-    "eval_every": "Evaluation",
-    "log_every": "Logs and checkpoints",
-}
-
-
-def _sections() -> dict[str, list[Setting]]:
-    """Group the settings by the title of their section."""
-    sections, title = dict[str, list[Setting]](), ""
-    for name, declared in SETTINGS.items():
-        title = _TITLES.get(name.partition(".")[0], title)
-        sections.setdefault(title, []).append(declared)
-    return sections
-
-
 SETTINGS = settings_of(RunConfig())
-SECTIONS = _sections()

@@ -3,7 +3,8 @@
 import textwrap
 from typing import Any
 
-from infcl_jax.settings.run_config import SECTIONS, RunConfig
+from infcl_jax.schema import Setting
+from infcl_jax.settings.run_config import SETTINGS, RunConfig
 
 _WIDTH = 120  # characters per line of help
 _INDENT = " " * 6  # before a meaning in the help
@@ -18,6 +19,35 @@ This page is generated:
 
     python -m infcl_jax.settings > docs/settings.md
 """
+
+# First field of each section of `--help` and `docs/settings.md`.
+_TITLES = {
+    "seed": "Run",
+    "dataset": "Data",
+    "tokenizer": "Text",
+    "model": "Model",
+    "init": "Initial parameters",
+    "loss": "Loss",
+    "global_contrastive": "Global contrastive losses (SogCLR to FastCLIP)",
+    "grad_cache": "Gradient caching",
+    "text_retrieval": "Dense text retrieval",
+    "batch_size": "Training",
+    "optimizer": "Optimizer",
+    "eval_every": "Evaluation",
+    "log_every": "Logs and checkpoints",
+}
+
+
+def _sections() -> dict[str, list[Setting]]:
+    """Group the settings by the title of their section."""
+    sections, title = dict[str, list[Setting]](), ""
+    for name, declared in SETTINGS.items():
+        title = _TITLES.get(name.partition(".")[0], title)
+        sections.setdefault(title, []).append(declared)
+    return sections
+
+
+SECTIONS = _sections()
 
 
 def format_entry(flag: str, default: Any, meaning: str) -> list[str]:

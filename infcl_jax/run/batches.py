@@ -1,24 +1,76 @@
-"""Training batches of a run, and what the waits for them tell."""
+"""Training batches of a run, waits for them, and data workers lost on the way."""
 
+import contextlib
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run.build import Run
-from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.runtime.console import process_prefix
 from infcl_jax.runtime.data_wait import DataWait
 from infcl_jax.runtime.exit_codes import Interrupted
-from infcl_jax.runtime.outputs import print_line
+from infcl_jax.runtime.file_io import read_json, replace_text
+from infcl_jax.runtime.outputs import Outputs, print_line
 from infcl_jax.runtime.processes import union
 from infcl_jax.runtime.run_console import RunConsole
 from infcl_jax.training.metrics import DATA_WAIT_SHOWN
 
+LOST_WORKERS_FILE = "lost_workers.json"
 _STALL_SECONDS = 30.0  # wait for a batch before the first warning, which is repeated after twice the time
 # Least time of the steps in seconds before advice is printed, since the pipeline of a short run is still filling.
 _ADVICE_SECONDS = 1.0
+
+
+class LostWorkers:
+    """Steps that lost a data worker, in a file of the work directory.
+
+    A loss has a range of steps, because a worker reads ahead: its first step waits for data in vain, and its last one
+    is the latest whose data the worker may have read. Two losses with a common step are the same fault. The ranges of
+    all processes are in one file, since a step needs the same data on every number of processes.
+    """
+
+    def __init__(self, workdir: Path, outputs: Outputs) -> None:
+        """Read the file."""
+        self._path, self._outputs = workdir / LOST_WORKERS_FILE, outputs
+        self._ranges: list[tuple[int, int]] = []
+        with contextlib.suppress(OSError, ValueError, TypeError):  # absent or damaged
+            self._ranges = [(int(first), int(last)) for first, last in read_json(self._path, list)]
+
+    def passed(self, step: int) -> None:
+        """Forget the losses up to a step that has finished."""
+        if any(last <= step for _, last in self._ranges):
+            self._ranges = [(first, last) for first, last in self._ranges if last > step]
+            self._outputs.attempt(self._path, self._write)
+
+    def end(self, error: WorkerLost, first: int, last: int) -> WorkerLost | Interrupted:
+        """Record a lost worker, and return the exception that ends the run.
+
+        Args:
+          error: loss of a worker.
+          first: step that waits for its data.
+          last: latest step whose data the workers may have read.
+
+        Returns:
+          `Interrupted`; an error if another start would meet it again.
+        """
+        if not error.killed:
+            return error
+        if any(first <= other_last and other_first <= last for other_first, other_last in self._ranges):
+            again = f"{error}; lost at step {first} again, so another start would lose it too"
+            return type(error)(again, killed=False)
+        self._ranges.append((first, last))
+        self._outputs.attempt(self._path, self._write)
+        return Interrupted(f"{error}; lost at step {first}, the same command resumes the run")
+
+    def _write(self) -> None:
+        if self._ranges:
+            replace_text(self._path, json.dumps(self._ranges))
+        else:
+            self._path.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,16 +84,16 @@ class Batches:
       run: parts of the run.
       data: training data on the host.
       wait: time that the devices wait for data.
-      console: console of the run.
       lost_workers: steps at which data workers were killed.
+      console: console of the run.
       advised: stages of the data pipeline whose advice is printed.
     """
 
     run: Run
     data: TrainIterator
     wait: DataWait
+    lost_workers: LostWorkers
     console: RunConsole = dataclasses.field(default_factory=RunConsole)
-    lost_workers: LostWorkers = dataclasses.field(default_factory=LostWorkers)
     advised: set[str] = dataclasses.field(default_factory=set)
 
     def next(self) -> dict[str, Any]:
@@ -53,16 +105,10 @@ class Batches:
         return f"warning: {process_prefix()}waiting for data for {seconds:.0f} s: {self.data.awaited()}"
 
     def waits(self, steps: int) -> dict[str, float]:
-        """Return the fraction of time since the last call spent waiting.
+        """Return the fraction of time since the last call spent waiting, by metric.
 
-        Prints advice if it is large, once for each limiting stage of the data pipeline.
-
-        Args:
-          steps: number of finished steps of this process.
-
-        Returns:
-          {"data/wait_fraction": fraction}; empty without a measurement: in the first step, and with residency "replay",
-          where the step itself reads its batch.
+        Prints advice if it is large, once for each limiting stage of the data pipeline. There is no measurement in the
+        first of the finished steps, and with residency "replay", where the step itself reads its batch.
         """
         waited, total = self.wait.take(steps)
         if total == 0.0 or self.run.config.grad_cache.residency == "replay":

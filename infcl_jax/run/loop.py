@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -11,12 +13,11 @@ from infcl_jax.run.batches import Batches
 from infcl_jax.run.build import Run
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
-from infcl_jax.run.kept_step import keep_step
 from infcl_jax.run.results import say_results
-from infcl_jax.runtime.exit_codes import Interrupted
+from infcl_jax.runtime.exit_codes import USER_ERRORS, Interrupted
 from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.outputs import print_line
-from infcl_jax.runtime.processes import is_lead, union
+from infcl_jax.runtime.processes import channel, is_lead, union
 from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import RunConfig
 from infcl_jax.training import (
@@ -35,9 +36,12 @@ from infcl_jax.training import (
     read_metrics,
     save_config,
 )
+from infcl_jax.training.compiled_step import OutOfMemory
 from infcl_jax.training.step import Metrics
 
 COMPILING = "compiling the training step"
+_ALL_SECONDS = 10  # between the failures of two processes that have one cause
+_failures = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,20 +105,7 @@ class TrainLoop:
         )
 
     def fit(self, state: TrainState) -> dict[str, float]:
-        """Run all steps after `start`, with checkpoints and evaluations.
-
-        Args:
-          state: train state at `start`, which is below `total_steps`.
-
-        Returns:
-          Results of the last evaluation.
-
-        Raises:
-          FloatingPointError: the loss, a gradient or the state is not finite.
-          OSError: `max_failed_saves` checkpoints in a row could not be saved.
-          ValueError, OutOfMemory: an evaluation failed; the state is saved.
-          Interrupted: a stop was requested; the state is saved.
-        """
+        """Run all steps after `start`, with checkpoints and evaluations; return the results of the last evaluation."""
         if self.start and self.pauses.evaluated(self.start) and not is_evaluated(self.workdir, self.start):
             with self.progress.pause("evaluation"):
                 self.evaluate(self.start, state)
@@ -144,17 +135,7 @@ class TrainLoop:
         return state, metrics  # the batch's memory, which a worker may share, is free before the next batch
 
     def pause(self, step: int, state: TrainState, metrics: Metrics, stop: bool) -> dict[str, float]:
-        """Report a step, then save it, evaluate it, or end the run.
-
-        Args:
-          step: step number.
-          state: state after the step.
-          metrics: metrics of the step on the devices.
-          stop: whether a stop was requested.
-
-        Returns:
-          Results of the evaluation; empty without one.
-        """
+        """Report a step, then save it, evaluate it, or end the run; return the results of the evaluation."""
         self.batches.share_bad_records()
         scalars = self.report(step, metrics)  # raises before a state that is not finite is saved
         self.checkpoints.check_finite(step, state)
@@ -182,12 +163,7 @@ class TrainLoop:
         return results
 
     def finish(self, state: TrainState, record: bool) -> dict[str, float]:
-        """Evaluate a finished run.
-
-        Args:
-          state: train state after the last step.
-          record: whether the results are those of the run, whose last evaluation did not end.
-        """
+        """Evaluate a finished run, and record the results if its last evaluation did not end."""
         results = self.evaluate(self.start, state, record=record)
         self.export(state)
         return results
@@ -200,23 +176,15 @@ class TrainLoop:
                 export_weights(self.workdir, self.run.task.model_config, variables)  # type: ignore[arg-type]
 
     def report(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Check, print, record and return the metrics of one step.
-
-        The first finite step of the process saves the settings.
-
-        Args:
-          step: step number.
-          metrics: metrics on the devices.
-
-        Raises:
-          FloatingPointError: a metric is not finite.
-        """
+        """Check, print, record and return the metrics of one step, of which the first one saves the settings."""
         config, steps = self.run.config, step - self.start
         metrics = jax.device_get(metrics)
         self.safeguards.check(step, metrics)
         self.batches.lost_workers.passed(step)
         if steps == 1:
-            self.save_config()  # settings that fail at once must not replace those of a good run
+            if is_lead():  # settings that fail at once must not replace those of a good run
+                save = functools.partial(save_config, self.workdir, config.to_dict())
+                self.outputs.attempt(self.workdir / CONFIG_FILE, save)
             self.batches.wait.take(1)  # its time includes compilation
         logged = step % config.log_every == 0 or step == config.total_steps
         waits = self.batches.waits(steps) if logged else {}
@@ -231,18 +199,8 @@ class TrainLoop:
             self.writer.write(step, scalars)
         return scalars
 
-    def save_config(self) -> None:
-        """Write `config.json`, on the leading process only."""
-        if is_lead():
-            settings = self.run.config.to_dict()
-            self.outputs.attempt(self.workdir / CONFIG_FILE, lambda: save_config(self.workdir, settings))
-
     def evaluate(self, step: int, state: TrainState, record: bool = True) -> dict[str, float]:
-        """Evaluate, print the results and record them, unless the metrics have them.
-
-        Raises:
-          ValueError, OutOfMemory: the evaluation failed; the state is saved.
-        """
+        """Evaluate, print the results and record them, unless the metrics have them."""
         with self.keeping(step, state, batch_size=self.run.config.evaluation.batch_size):
             results = self.run.suite(state.evaluated_variables)
         if results:
@@ -260,31 +218,45 @@ class TrainLoop:
         self.checkpoints.save(step, state, self.batches.data)
 
     def report_checkpoint(self, step: int, state: TrainState) -> None:
-        """Call `on_checkpoint` for the latest complete checkpoint, once.
-
-        Args:
-          step: finished step, which is saved if a callback fails.
-          state: its train state.
-        """
+        """Call `on_checkpoint` for the latest complete checkpoint, once; save the finished step if that fails."""
         if complete := self.checkpoints.take_complete():
             with self.keeping(step, state):
                 self.callbacks.on_checkpoint(*complete)
 
+    @contextlib.contextmanager
     def keeping(
         self, step: int, state: TrainState, *, unreported: Metrics | None = None, batch_size: int | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Save a finished step if the body fails, see `keep_step`.
+    ) -> Iterator[None]:
+        """Save a finished step if the body fails, and say so in the error.
+
+        A save needs all processes. If another one does not fail within ten seconds, it waits in a collective of the
+        body, and nothing is saved.
 
         Args:
           step: finished step.
           state: its train state.
           unreported: its metrics if they are not reported.
-          batch_size: `evaluation.batch_size` if the body is an evaluation.
+          batch_size: `evaluation.batch_size` if the body is an evaluation, whose user errors become a `ValueError` of
+            one line; None: the error gets a note.
         """
-        return keep_step(step, functools.partial(self.saved, step, state, unreported), batch_size)
+        try:
+            yield
+        except Exception as error:
+            messages, failure = channel(), next(_failures)
+            all_fail = messages is None or messages.meets(f"failed/{step}/{failure}", _ALL_SECONDS)
+            saved = all_fail and self.saved(step, state, unreported)
+            after = f"step {step}, which is {'' if saved else 'not '}saved"
+            advice = f"the same command continues from {'there' if saved else 'the last checkpoint'}"
+            if batch_size is not None and "RESOURCE_EXHAUSTED" in str(error):
+                reason = f"the device ran out of memory; lower evaluation.batch_size from {batch_size}"
+                raise OutOfMemory(f"evaluation failed after {after}: {reason}; {advice}") from error
+            if batch_size is not None and isinstance(error, USER_ERRORS):
+                raise ValueError(f"evaluation failed after {after}: {error}; {advice}") from error
+            error.add_note(f"failed after {after}; {advice}")
+            raise
 
     def saved(self, step: int, state: TrainState, unreported: Metrics | None = None) -> bool:
-        """Report and save a step; return whether it is on disk. For the arguments see `keeping`."""
+        """Report and save a step; return whether it is on disk."""
         try:
             if unreported is not None:
                 self.report(step, unreported)
@@ -303,10 +275,7 @@ def evaluates(config: RunConfig) -> bool:
 
 
 def is_evaluated(workdir: Path, step: int) -> bool:
-    """Return whether the metrics have an evaluation of a step; a stop may have ended it.
-
-    All processes must call it.
-    """
+    """Return whether the metrics have an evaluation of a step; all processes must call it."""
     path = workdir / METRICS_FILE
     lines = read_metrics(path) if is_lead() and path.exists() else []
     return bool(union(step for line in lines if line["step"] == step and "loss" not in line))

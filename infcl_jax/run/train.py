@@ -15,12 +15,11 @@ from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, s
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
-from infcl_jax.run.batches import Batches
+from infcl_jax.run.batches import Batches, LostWorkers
 from infcl_jax.run.build import Run, build_run
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.loop import COMPILING, TrainLoop, evaluates, is_evaluated
-from infcl_jax.run.lost_workers import LostWorkers
 from infcl_jax.run.model import save_base_model, saved_config
 from infcl_jax.run.results import announce, conclude
 from infcl_jax.runtime.console import say
@@ -312,7 +311,7 @@ class Training:
             self.callbacks.on_chance(run.suite.chance)
             self.callbacks.on_start(config, self.workdir, start)
             self.console.doing("reading the first batch" if trains else "evaluation")
-            batches = Batches(run, data, wait, self.console, LostWorkers(self.workdir, self.outputs))
+            batches = Batches(run, data, wait, LostWorkers(self.workdir, self.outputs), self.console)
             loop = TrainLoop(
                 run,
                 self.workdir,

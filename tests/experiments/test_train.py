@@ -22,12 +22,21 @@ from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import batches, loop
 from infcl_jax.run import train as run_train
-from infcl_jax.run.batches import Batches
+from infcl_jax.run.batches import Batches, LostWorkers
 from infcl_jax.run.loop import TrainLoop
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import make_config
-from infcl_jax.training import LOG_FILE, METRICS_FILE, Checkpointer, DataWait, Safeguards, WorkdirLock, read_metrics
+from infcl_jax.training import (
+    LOG_FILE,
+    METRICS_FILE,
+    Checkpointer,
+    DataWait,
+    Outputs,
+    Safeguards,
+    WorkdirLock,
+    read_metrics,
+)
 
 TRAIN = "experiments.train"
 STEPS, EVERY, DEVICES = 20, 5, 4
@@ -342,7 +351,8 @@ class Recorder:
         run = parts(runs.config(**every), step=self.step, suite=self.suite)
         with DataWait() as wait:
             guards = {"callbacks": callback or Callback()} | guards
-            train_loop = TrainLoop(run, workdir, start, Batches(run, Data(), wait), self, self, self, **guards)
+            batches = Batches(run, Data(), wait, LostWorkers(workdir, Outputs()))
+            train_loop = TrainLoop(run, workdir, start, batches, self, self, self, **guards)
             assert train_loop.fit(State(start)) == {"zero_shot/top1": 0.5}
         return self.events
 
@@ -433,7 +443,7 @@ def test_a_skipped_step_is_counted_and_the_run_goes_on(recorder, tmp_path):
 )
 def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, residency, fraction, advised):
     config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.residency": residency})
-    waiting = Batches(parts(config), Data(), SimpleNamespace(take=lambda steps: (waited, total)))
+    waiting = Batches(parts(config), Data(), SimpleNamespace(take=lambda steps: (waited, total)), None)
     expected = {} if fraction is None else {"data/wait_fraction": fraction}
     assert [waiting.waits(steps) for steps in (1, 2)] == [expected] * 2
     line = "waiting for data: 12 % of the time, decode-bound; try num_workers=8\n"

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from infcl_jax.run.lost_workers import LOST_WORKERS_FILE
+from infcl_jax.run.batches import LOST_WORKERS_FILE
 from infcl_jax.runtime.exit_codes import RESUME
 from tests import runs
 

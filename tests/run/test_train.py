@@ -19,10 +19,8 @@ from infcl_jax.data import SOURCES, load_source
 from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run import training_data
-from infcl_jax.run.batches import Batches
-from infcl_jax.run.kept_step import keep_step
+from infcl_jax.run.batches import LOST_WORKERS_FILE, Batches
 from infcl_jax.run.loop import TrainLoop
-from infcl_jax.run.lost_workers import LOST_WORKERS_FILE
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.settings import make_config
@@ -122,8 +120,8 @@ def test_another_run_in_the_workdir_is_named(monkeypatch, tmp_path, capsys):
 def test_a_save_that_fails_too_does_not_hide_the_first_failure(error, capsys):
     data = SimpleNamespace(bad_records=BadRecords(SimpleNamespace(name="photos", split="train"), limit=9))
     checkpoints = SimpleNamespace(save=lambda *_: (_ for _ in ()).throw(error))
-    loop = TrainLoop(None, None, 0, Batches(None, data, None), checkpoints, None, None)
-    with pytest.raises(KeyError, match="first") as caught, keep_step(3, lambda: loop.saved(3, None)):
+    loop = TrainLoop(None, None, 0, Batches(None, data, None, None), checkpoints, None, None)
+    with pytest.raises(KeyError, match="first") as caught, loop.keeping(3, None):
         raise KeyError("first")
     assert caught.value.__notes__ == [
         "failed after step 3, which is not saved; the same command continues from the last checkpoint"

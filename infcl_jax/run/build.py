@@ -238,12 +238,7 @@ class Run:
         """Create the iterator over training batches.
 
         Cached features of frozen towers and of a teacher are computed first, for which all processes must call this
-        method.
-
-        Args:
-          workdir: directory of the run.
-          state: train state with the weights of the run; None leaves out all cached features, for a finished run.
-          say: function that gets lines of progress.
+        method; without a state they are left out, for a finished run.
         """
         assert self.source is not None
         features, teacher = {}, None
@@ -282,17 +277,9 @@ def build_run(
     check: Callable[[], None] | None = None,
     doing: Callable[[str], None] = lambda phase: None,
 ) -> Run:
-    """Build a run to train.
+    """Build a run to train; a resumed run keeps the settings that were chosen at its start.
 
-    A resumed run keeps the settings that were chosen at its start.
-
-    Args:
-      config: settings of the run.
-      mesh: devices over which the batch is sharded.
-      origin: directory of the resumed or forked run; None for a new one.
-      recorded: settings of the run in `origin`; None without them.
-      check: function that evaluations call before each batch and task, which may raise to end them.
-      doing: function that gets the name of each phase.
+    `doing` gets the name of each phase. For the other arguments see `Run`.
 
     Raises:
       ValueError: a setting is wrong, or a resumed run changes a fixed one.

@@ -32,13 +32,9 @@ class FeatureCache:
     """Computation of the features of all samples, once.
 
     Attributes:
-      source: training data.
-      workdir: directory of the run.
       rows: rows encoded at once on each device. Those of a training step give features of the same bits.
       devices: devices of this process that share the rows.
       threads: threads that read and decode; None: one per core.
-      max_image_pixels: largest number of pixels of an encoded image; larger ones are bad samples.
-      say: function that gets lines of progress.
     """
 
     source: Source
@@ -52,7 +48,7 @@ class FeatureCache:
     def features(
         self, towers: Sequence[str], model: CLIP, variables: Any, tokenizer: BaseTokenizer, folder: str, owner: str
     ) -> dict[str, FeatureStore]:
-        """Compute the features that a cache lacks, from the central square of each image.
+        """Return features by tower, of which those that the cache lacks are computed from images' central squares.
 
         All processes must call this method.
 
@@ -63,9 +59,6 @@ class FeatureCache:
           tokenizer: tokenizer of the captions.
           folder: folder of the cache, or "workdir" for one in the work directory.
           owner: words for the model in lines of progress, such as "frozen".
-
-        Returns:
-          Features by tower.
         """
         cache, stores = self.workdir / _FOLDER if folder == _IN_WORKDIR else Path(folder), {}
         for name in towers:
@@ -115,17 +108,9 @@ class Teacher:
     cache: str | None
 
     def inputs(self, tokenizer: BaseTokenizer, cache: FeatureCache) -> TeacherTokens | TeacherFeatures | None:
-        """Return what the batches of the run need for the teacher.
+        """Return cached features, or the tokens of a teacher with another tokenizer than the student; else None.
 
-        With a cache, the features of all samples are computed first, unless the cache has them. All processes must
-        call this method.
-
-        Args:
-          tokenizer: tokenizer of the student.
-          cache: computation of features.
-
-        Returns:
-          Cached features, or the tokens of a teacher with another tokenizer than the student; else None.
+        All processes must call this method, which computes the features that the cache lacks.
         """
         if self.cache is not None:
             arguments = self.model, self.variables, self.tokenizer, self.cache
@@ -136,13 +121,7 @@ class Teacher:
         return None if theirs == ours else TeacherTokens(self.tokenizer)
 
     def with_features(self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
-        """Return a step that gets the teacher's features of its batch.
-
-        Args:
-          step: training step with the loss of distillation.
-          mesh: devices over which the batch is sharded.
-          cache: gradient caching of the step, whose chunks the teacher encodes.
-        """
+        """Return a step that gets the teacher's features of its batch, encoded in the chunks of the step."""
         if self.cache is not None:
             return step
         on_device = cache.residency == "device"
@@ -150,15 +129,7 @@ class Teacher:
 
 
 def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
-    """Load the teacher of a run; None without one.
-
-    Args:
-      config: settings of the run.
-      mesh: devices over which the batch is sharded.
-
-    Raises:
-      FileNotFoundError, ValueError, ImportError: `distill.teacher` holds no model, see `infcl_jax.load`.
-    """
+    """Load the teacher of a run; None without one."""
     if config.distill.teacher is None:
         return None
     encoder, limit = load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config.max_logit_scale

@@ -49,18 +49,7 @@ class TrainLoop:
     """Training and evaluation loop of a run.
 
     Attributes:
-      run: parts of the run.
-      workdir: folder of checkpoints, metrics and plots.
       start: number of completed steps.
-      batches: training batches.
-      checkpoints: reader and writer of checkpoints.
-      writer: writer of metrics.
-      preemption: stop requests.
-      safeguards: reactions to steps that are not finite and to loss spikes.
-      outputs: handling of files that cannot be written.
-      callbacks: hooks of the user.
-      console: console of the run.
-      profile: trace of some steps.
       compiled: whether the training step is compiled.
     """
 

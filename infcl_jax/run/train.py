@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -133,16 +132,7 @@ def _train(config: RunConfig, workdir: str | Path, preemption: Preemption, callb
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Training:
-    """Training of a run in this process.
-
-    Attributes:
-      workdir: directory of the run, which this process has locked.
-      console: console of the run.
-      outputs: handling of files that cannot be written.
-      checkpoints: reader and writer of checkpoints.
-      preemption: stop requests.
-      callbacks: hooks of the user.
-    """
+    """Training of a run in this process, which has locked its work directory."""
 
     workdir: Path
     console: RunConsole
@@ -152,17 +142,14 @@ class Training:
     callbacks: Callback
 
     def train(self, config: RunConfig, mesh: Mesh) -> tuple[Run, TrainIterator, dict[str, float], bool]:
-        """Train all steps of the run.
-
-        Returns:
-          The run, its data, which is closed, the results of the final evaluation, and whether files of the run have
-          changed.
-        """
+        """Train; return the run, its closed data, the last results, and whether files of the run have changed."""
         memory_limit = device_memory_limit()
         origin, recorded = self.origin(config)
         check, doing = self.preemption.check, self.console.doing
         run = build_run(config, mesh, origin=origin, recorded=recorded, check=check, doing=doing)
-        compiled = self.compile_ahead(run)
+        batch, compiled = run.batch_shapes(), None
+        if batch is not None and (self.checkpoints.latest_step() or 0) < run.config.total_steps:
+            compiled = compile_ahead(run.step, run.init.shapes, batch)
         state = self.state(run)
         start, total = int(state.step), run.config.total_steps
         if start > total:
@@ -177,11 +164,15 @@ class Training:
         if trains or completes:
             self.console.open_log(self.workdir, self.outputs)
         with contextlib.closing(self.data(run, state, trains)) as data:
-            if trains and not self.owns(run):
+            if trains and not self.owns(run) and is_lead():
                 self.copy_inputs(run)
-            memory = self.step_memory(run, compiled, memory_limit)
+            memory = None
+            if compiled is not None:
+                with self.console.busy(COMPILING, announced=True), explained_out_of_memory(run, memory_limit):
+                    memory = StepMemory.of(compiled.result(), memory_limit)
             if trains:
-                self.record_start(start, memory, memory_limit)
+                path, components = self.workdir / ENVIRONMENT_FILE, {} if memory is None else memory.components
+                self.outputs.attempt(path, lambda: record_start(self.workdir, start, components, memory_limit))
             announce(run, state, self.workdir, memory, data)
             if not trains:
                 ending = "only exported/ is written" if run.config.export else "nothing is written"
@@ -210,13 +201,6 @@ class Training:
     def owns(self, run: Run) -> bool:
         """Return whether the work directory has the checkpoint from which the run continues."""
         return str(run.origin) == str(self.workdir.absolute())
-
-    def compile_ahead(self, run: Run) -> Future[jax.stages.Compiled] | None:
-        """Start to compile the training step; None if its batch is unknown, or the run has no steps left."""
-        batch = run.batch_shapes()
-        if batch is None or (self.checkpoints.latest_step() or 0) >= run.config.total_steps:
-            return None
-        return compile_ahead(run.step, run.init.shapes, batch)
 
     def state(self, run: Run) -> TrainState:
         """Restore the state of the latest checkpoint, or initialize that of a new run."""
@@ -251,41 +235,16 @@ class Training:
 
     def copy_inputs(self, run: Run) -> None:
         """Copy the tokenizer and the model configuration, whose files may move or change, to the work directory."""
-        if is_lead():
-            folder = self.workdir / TOKENIZER_FOLDER
-            self.outputs.attempt(folder, lambda: run.tokenizer.save(folder))
-            self.outputs.attempt(self.workdir / MODEL_FILE, lambda: save_base_model(run.config, self.workdir))
-
-    def step_memory(
-        self, run: Run, compiled: Future[jax.stages.Compiled] | None, limit: int | None
-    ) -> StepMemory | None:
-        """Wait for the compiled training step and return its memory; None without one."""
-        if compiled is None:
-            return None
-        with self.console.busy(COMPILING, announced=True), explained_out_of_memory(run, limit):
-            return StepMemory.of(compiled.result(), limit)
-
-    def record_start(self, step: int, memory: StepMemory | None, limit: int | None) -> None:
-        """Append the start to `environment.json`."""
-        components = {} if memory is None else memory.components
-        path = self.workdir / ENVIRONMENT_FILE
-        self.outputs.attempt(path, lambda: record_start(self.workdir, step, components, limit))
+        folder = self.workdir / TOKENIZER_FOLDER
+        self.outputs.attempt(folder, lambda: run.tokenizer.save(folder))
+        self.outputs.attempt(self.workdir / MODEL_FILE, lambda: save_base_model(run.config, self.workdir))
 
     def loop(
         self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, completes: bool, compiled: bool
     ) -> dict[str, float]:
-        """Run the steps that are left, or evaluate a finished run.
+        """Run the steps that are left, or evaluate a finished run; return the results of the last evaluation.
 
-        Args:
-          run: parts of the run.
-          state: train state.
-          data: training data at the position of the state.
-          trains: whether steps are left.
-          completes: whether the last evaluation of a finished run did not end.
-          compiled: whether the training step is compiled.
-
-        Returns:
-          Results of the last evaluation.
+        `completes` is true for a finished run whose last evaluation did not end.
         """
         config, start, lead = run.config, int(state.step), is_lead()
         writer = MetricWriter(
@@ -337,12 +296,7 @@ class Training:
 
 @contextlib.contextmanager
 def explained_out_of_memory(run: Run, limit: int | None) -> Iterator[None]:
-    """Raise `OutOfMemory`, which says what fits, if a device runs out of memory.
-
-    Args:
-      run: parts of the run.
-      limit: bytes that JAX may use on a device; None if unknown.
-    """
+    """Raise `OutOfMemory`, which says what fits in the bytes of the limit, if a device runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from infcl_jax.data import TrainIterator, check_vocabulary, load_tokenizer
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side
 from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig
 from infcl_jax.run.model import overridden_model, restored_model

@@ -10,8 +10,8 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from infcl_jax.data import FeatureStore, Source, TowerInput, cache_features, feature_key
+from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
-from infcl_jax.data.teacher_inputs import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models import CLIP, TOWERS
 from infcl_jax.run.load import load_encoder

@@ -6,15 +6,21 @@ from infcl_jax.evaluation.class_data import ClassData, class_data, class_data_na
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.few_shot import FewShot, few_shot
 from infcl_jax.evaluation.linear_probe import LinearProbe, linear_probe
-from infcl_jax.evaluation.page import write_page
 from infcl_jax.evaluation.plots import plot_curves, plot_retrieval_grid
-from infcl_jax.evaluation.report import format_line, format_table
-from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
+from infcl_jax.evaluation.results import ExamplePrediction, TaskResult, flat_metrics
 from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
-from infcl_jax.evaluation.suite import EvaluationConfig, Suite, flat_metrics
+from infcl_jax.evaluation.suite import EvaluationConfig, Suite
 from infcl_jax.evaluation.tasks import Task
 from infcl_jax.evaluation.text_retrieval import TextRetrievalSuite
-from infcl_jax.evaluation.writers import append_csv, describe_environment, write_json, write_results
+from infcl_jax.evaluation.writers import (
+    append_csv,
+    describe_environment,
+    format_line,
+    format_table,
+    write_json,
+    write_page,
+    write_results,
+)
 from infcl_jax.evaluation.zero_shot import zero_shot_accuracy
 from infcl_jax.inference.feature_files import FeatureRows, read_features
 from infcl_jax.inference.features import Features, encode_split

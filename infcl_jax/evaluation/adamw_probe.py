@@ -11,15 +11,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from infcl_jax.evaluation.labeled import (
-    LabeledFeatures,
-    check_strength,
-    check_widths,
-    classification_metrics,
-    labeled_features,
-)
+from infcl_jax.evaluation.labeled import LabeledFeatures, check_strength, labeled_samples
 from infcl_jax.evaluation.linear_probe import LinearProbe, binary_search
 from infcl_jax.evaluation.logistic_regression import PADDING, LinearClassifier, cross_entropy
+from infcl_jax.evaluation.metrics import classification_metrics
 from infcl_jax.inference.features import l2_normalize
 from infcl_jax.runtime.mesh import data_mesh, replicate
 
@@ -75,10 +70,10 @@ def adamw_probe(
     mesh = data_mesh() if mesh is None else mesh
     if epochs < 1:
         raise ValueError(f"expected epochs >= 1, got {epochs}")
-    train = _normalized(train_features, train_labels, "training")
-    test = _normalized(test_features, test_labels, "test")
-    validation_set = None if validation is None else _normalized(*validation, "validation")
-    check_widths(train, test, validation_set)
+    train, test, validation_set = (
+        samples and samples._replace(features=l2_normalize(samples.features))
+        for samples in labeled_samples(train_features, train_labels, test_features, test_labels, validation)
+    )
     check_strength(weight_decay, "weight_decay")
     tried: dict[float, float] = {}
     if weight_decay is None and validation_set is not None:
@@ -94,11 +89,6 @@ def adamw_probe(
         train = train.join(validation_set)
     model = _train_classifier(train, epochs, seed, mesh, weight_decay or 0.0)
     return LinearProbe(classification_metrics(model.ranks(*test, mesh), test.labels), model, tried)
-
-
-def _normalized(features: np.ndarray, labels: np.ndarray, name: str) -> LabeledFeatures:
-    samples = labeled_features(features, labels, name)
-    return samples._replace(features=l2_normalize(samples.features))
 
 
 def _train_classifier(
@@ -131,9 +121,6 @@ def train_adamw(
       index: int32 [N], class in [0, K).
       orders: int32 [epochs, N], order of the samples in each epoch.
       weight_decay: float32 scalar, applied to weights and bias.
-
-    Returns:
-      Trained `weights` and `bias`.
     """
     padding = -orders.shape[1] % _BATCH_SIZE  # the last batch of an epoch is smaller
     batches = jnp.pad(orders, ((0, 0), (0, padding)), constant_values=PADDING).reshape(-1, _BATCH_SIZE)

@@ -8,16 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.evaluation.labeled import (
-    LabeledFeatures,
-    check_strength,
-    check_widths,
-    classification_metrics,
-    draw_order,
-    labeled_features,
-)
+from infcl_jax.evaluation.labeled import LabeledFeatures, check_strength, draw_order, labeled_samples
 from infcl_jax.evaluation.linear_probe import METRICS, search_regularization
 from infcl_jax.evaluation.logistic_regression import LogisticRegressionSolver
+from infcl_jax.evaluation.metrics import classification_metrics
 from infcl_jax.runtime.mesh import data_mesh
 
 SHOTS = (1, 2, 4, 8, 16)  # CLIP, arXiv:2103.00020, figure 6
@@ -103,13 +97,18 @@ def few_shot(
         fewer samples than a number of shots; no samples are left for the search, or an argument is out of range.
     """
     mesh = data_mesh() if mesh is None else mesh
-    train = labeled_features(train_features, train_labels, "training")
-    test = labeled_features(test_features, test_labels, "test")
-    validation_set = None if validation is None else labeled_features(*validation, "validation")
-    check_widths(train, test, validation_set)
+    samples = labeled_samples(train_features, train_labels, test_features, test_labels, validation)
+    train, test, validation_set = samples
     check_strength(regularization, "regularization", positive=classifier == "ridge")
     check_options(shots, repeats, classifier)
-    _check_samples(train, max(shots))
+    classes, counts = np.unique(train.labels, return_counts=True)
+    if len(classes) < 2:
+        raise ValueError(f"expected training samples of two or more classes, got {len(classes)} class")
+    if counts.min() < max(shots):
+        raise ValueError(
+            f"expected {max(shots)} training samples of every class, got {counts.min()} of class"
+            f" {classes[counts.argmin()]}; use fewer shots"
+        )
     if metric not in METRICS:
         raise ValueError(f"expected a metric of {', '.join(METRICS)}, got {metric!r}")
     if classifier == "ridge" and validation is not None:
@@ -118,10 +117,10 @@ def few_shot(
     def test_result(k: int, draw: int) -> float:
         position, _ = draw_order(train.labels, draw)
         drawn = train.take(position < k)
-        if classifier == "ridge":
-            strength = _RIDGE_REGULARIZATION if regularization is None else regularization
-            return classification_metrics(_ridge_ranks(drawn, test, strength), test.labels)[metric]
         strength = regularization
+        if classifier == "ridge":
+            ranks = _ridge_ranks(drawn, test, _RIDGE_REGULARIZATION if strength is None else strength)
+            return classification_metrics(ranks, test.labels)[metric]
         if strength is None:
             others = (position >= k) & (position < k + min(k, _MAX_VALIDATION))
             if validation_set is None and not others.any():
@@ -142,18 +141,7 @@ def few_shot(
 
 
 def _ridge_ranks(train: LabeledFeatures, test: LabeledFeatures, strength: float) -> np.ndarray:
-    """Rank the true classes of test samples by ridge regression.
-
-    The targets are -1 and 1.
-
-    Args:
-      train: training samples.
-      test: test samples.
-      strength: L2 strength of the weights and the bias.
-
-    Returns:
-      int64 [n], number of other classes with at least the score of the true class; 2^31 - 1 for an unseen class.
-    """
+    """Rank the true classes of test samples by ridge regression to -1 and 1; see `LinearClassifier.ranks`."""
     mean, std = train.features.mean(axis=0, dtype=np.float64), train.features.std(axis=0, dtype=np.float64)
 
     def standardize(features: np.ndarray) -> np.ndarray:
@@ -173,24 +161,8 @@ def _ridge_ranks(train: LabeledFeatures, test: LabeledFeatures, strength: float)
 
 
 def check_options(shots: Sequence[int], repeats: int, classifier: str) -> None:
-    """Check options of `few_shot`.
-
-    Raises:
-      ValueError: an option is out of range.
-    """
+    """Check options of `few_shot`."""
     if classifier not in CLASSIFIERS:
         raise ValueError(f"expected a classifier of {', '.join(CLASSIFIERS)}, got {classifier!r}")
     if not shots or min(shots) < 1 or repeats < 1:
         raise ValueError(f"expected shots >= 1 and repeats >= 1, got {tuple(shots)} and {repeats}")
-
-
-def _check_samples(train: LabeledFeatures, shots: int) -> None:
-    """Check that there are several classes, with enough samples each."""
-    classes, counts = np.unique(train.labels, return_counts=True)
-    if len(classes) < 2:
-        raise ValueError(f"expected training samples of two or more classes, got {len(classes)} class")
-    if counts.min() < shots:
-        raise ValueError(
-            f"expected {shots} training samples of every class, got {counts.min()} of class"
-            f" {classes[counts.argmin()]}; use fewer shots"
-        )

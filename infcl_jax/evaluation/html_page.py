@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -73,12 +74,7 @@ def new_page(title: str, *, style: str = "", script: str = "") -> tuple[Element,
 
 
 def write_html(path: str | Path, root: Element) -> None:
-    """Write a page with escaped control characters; an existing file is replaced at once.
-
-    Args:
-      path: output file.
-      root: root of `new_page`.
-    """
+    """Write the root of `new_page` with escaped control characters; an existing file is replaced at once."""
     for element in root.iter():
         if element.tag not in ("style", "script"):  # whose lines are our own
             element.text = element.text and printable(element.text)
@@ -118,34 +114,25 @@ def add_table(parent: Element, header: Sequence[str], rows: Iterable[Sequence[st
             add(line, "td", text, {"class": " ".join(kinds)} if kinds else {})
 
 
-def add_example(
-    grid: Element,
-    image: str,
-    expected: Sequence[str],
-    predicted: Sequence[str],
-    similarity: Sequence[float],
-    *,
-    correct: bool,
-) -> None:
-    """Add an image with its best-ranked texts.
+def add_examples(parent: Element, examples: Iterable[Mapping[str, Any]]) -> None:
+    """Add images with their best-ranked texts.
 
     Args:
-      grid: element of the class "examples".
-      image: data URI.
-      expected: class name, or the captions of the image.
-      predicted: best-ranked class names or captions, best first.
-      similarity: cosine similarity of each entry of `predicted`.
-      correct: whether the first entry of `predicted` is right.
+      parent: element that gets the examples.
+      examples: fields of `ExamplePrediction`, with the image as a data URI.
     """
-    figure = SubElement(grid, "figure", {"class": "correct" if correct else "mistake"})
-    SubElement(figure, "img", {"src": image, "alt": "; ".join(expected)})
-    caption = SubElement(figure, "figcaption")
-    add(caption, "p", "Correct" if correct else "Mistake", {"class": "verdict"})
-    add(caption, "p", f"True: {'; '.join(expected)}")
-    add(caption, "p", "Predicted, with cosine similarity:")
-    predictions = SubElement(caption, "ol")
-    for text, value in zip(predicted, similarity, strict=True):
-        add(predictions, "li", f"{text} ({value:.3f})")
+    grid = SubElement(parent, "div", {"class": "examples"})
+    for example in examples:
+        expected, correct = "; ".join(example["expected"]), example["correct"]
+        figure = SubElement(grid, "figure", {"class": "correct" if correct else "mistake"})
+        SubElement(figure, "img", {"src": example["image"], "alt": expected})
+        caption = SubElement(figure, "figcaption")
+        add(caption, "p", "Correct" if correct else "Mistake", {"class": "verdict"})
+        add(caption, "p", f"True: {expected}")
+        add(caption, "p", "Predicted, with cosine similarity:")
+        predictions = SubElement(caption, "ol")
+        for text, value in zip(example["predicted"], example["similarity"], strict=True):
+            add(predictions, "li", f"{text} ({value:.3f})")
 
 
 def data_uri(content: bytes, kind: str) -> str:

@@ -6,16 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infcl_jax.evaluation.metrics import accuracies, mean_per_class_recall
-
 
 class LabeledFeatures(NamedTuple):
-    """Features with labels.
-
-    Attributes:
-      features: float32 [n, D].
-      labels: int64 [n].
-    """
+    """Features float32 [n, D] with their labels int64 [n]."""
 
     features: np.ndarray
     labels: np.ndarray
@@ -26,24 +19,33 @@ class LabeledFeatures(NamedTuple):
 
     def join(self, other: LabeledFeatures) -> LabeledFeatures:
         """Append other samples."""
-        pairs = zip(self, other, strict=True)
-        return LabeledFeatures(*(np.concatenate(pair) for pair in pairs))
+        return LabeledFeatures(*map(np.concatenate, zip(self, other, strict=True)))
 
 
-def labeled_features(features: np.ndarray, labels: np.ndarray, name: str) -> LabeledFeatures:
-    """Check samples and drop those without a label.
-
-    Args:
-      features: [n, D], any float dtype.
-      labels: int [n], -1 without label.
-      name: name of the samples, for messages.
+def labeled_samples(
+    train_features: np.ndarray,
+    train_labels: np.ndarray,
+    test_features: np.ndarray,
+    test_labels: np.ndarray,
+    validation: tuple[np.ndarray, np.ndarray] | None,
+) -> tuple[LabeledFeatures, LabeledFeatures, LabeledFeatures | None]:
+    """Check the samples of a probe and drop those without a label.
 
     Returns:
-      The labeled samples.
+      Training, test and validation samples; None without a validation set.
 
     Raises:
-      ValueError: the shapes do not match, features are not finite, or no sample is labeled.
+      ValueError: shapes or widths do not match, features are not finite, or no sample of a set is labeled.
     """
+    train, test = _labeled(train_features, train_labels, "training"), _labeled(test_features, test_labels, "test")
+    held_out = None if validation is None else _labeled(*validation, "validation")
+    widths = [given.features.shape[1] for given in (train, test, held_out) if given is not None]
+    if len(set(widths)) > 1:
+        raise ValueError(f"expected features of one width, got {widths}; encode all splits with the same model")
+    return train, test, held_out
+
+
+def _labeled(features: np.ndarray, labels: np.ndarray, name: str) -> LabeledFeatures:
     features, labels = np.asarray(features, np.float32), np.asarray(labels)
     if features.ndim != 2 or labels.shape != features.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
@@ -57,53 +59,17 @@ def labeled_features(features: np.ndarray, labels: np.ndarray, name: str) -> Lab
     return LabeledFeatures(features, labels.astype(np.int64)).take(labels >= 0)
 
 
-def check_widths(*samples: LabeledFeatures | None) -> None:
-    """Check that the features of all samples have one width.
-
-    Raises:
-      ValueError: they differ.
-    """
-    widths = [given.features.shape[1] for given in samples if given is not None]
-    if len(set(widths)) > 1:
-        raise ValueError(f"expected features of one width, got {widths}; encode all splits with the same model")
-
-
 def check_strength(strength: float | None, name: str, *, positive: bool = False) -> None:
-    """Check a regularization strength, if it is given.
-
-    Raises:
-      ValueError: the strength is negative or not finite, or zero where it must be positive.
-    """
+    """Check that a regularization strength, if it is given, is finite and >= 0, or > 0."""
     if strength is not None and not (0 <= strength < np.inf and (strength or not positive)):
         raise ValueError(f"expected a finite {name} {'> 0' if positive else '>= 0'}, got {strength}")
 
 
 def draw_order(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle the samples of each class.
-
-    Args:
-      labels: int [n].
-      seed: seed of the order.
-
-    Returns:
-      int64 [n], random position of each sample within its class, from 0; and int64 [n], the size of its class.
-    """
+    """Return the random position of each sample within its class, from 0, and the size of its class, int64 [n]."""
     order = np.random.default_rng(seed).permutation(len(labels))
     _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
     by_class = order[np.argsort(index[order], kind="stable")]
     position = np.empty(len(labels), np.int64)
     position[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     return position, counts[index]
-
-
-def classification_metrics(ranks: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of a classifier from the ranks of the true classes.
-
-    Args:
-      ranks: int [n], rank of the true class; 0 is a correct prediction.
-      labels: int [n].
-
-    Returns:
-      `top1`, `top5` and `mean_per_class_recall`, as fractions.
-    """
-    return accuracies(ranks) | {"mean_per_class_recall": mean_per_class_recall(ranks < 1, labels)}

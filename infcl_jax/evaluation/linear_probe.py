@@ -10,20 +10,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.evaluation.labeled import (
-    LabeledFeatures,
-    check_strength,
-    check_widths,
-    classification_metrics,
-    draw_order,
-    labeled_features,
-)
+from infcl_jax.evaluation.labeled import LabeledFeatures, check_strength, draw_order, labeled_samples
 from infcl_jax.evaluation.logistic_regression import (
     MAX_ITERATIONS,
     TOLERANCE,
     LinearClassifier,
     LogisticRegressionSolver,
 )
+from infcl_jax.evaluation.metrics import classification_metrics
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.runtime.processes import is_lead
 
@@ -107,11 +101,9 @@ def linear_probe(
     mesh = data_mesh() if mesh is None else mesh
     if metric not in METRICS:
         raise ValueError(f"expected a metric of {', '.join(METRICS)}, got {metric!r}")
-    train = labeled_features(train_features, train_labels, "training")
-    test = labeled_features(test_features, test_labels, "test")
+    samples = labeled_samples(train_features, train_labels, test_features, test_labels, validation)
+    train, test, validation_set = samples
     options: dict[str, Any] = {"max_iterations": max_iterations, "tolerance": tolerance}
-    validation_set = None if validation is None else labeled_features(*validation, "validation")
-    check_widths(train, test, validation_set)
     check_strength(regularization, "regularization")
     tried: dict[float, float] = {}
     if regularization is None:
@@ -126,13 +118,7 @@ def linear_probe(
 
 
 def search_regularization(
-    train: LabeledFeatures,
-    validation: LabeledFeatures,
-    mesh: Mesh,
-    *,
-    metric: str = "top1",
-    max_iterations: int = MAX_ITERATIONS,
-    tolerance: float = TOLERANCE,
+    train: LabeledFeatures, validation: LabeledFeatures, mesh: Mesh, *, metric: str, **options: Any
 ) -> tuple[float, dict[float, float]]:
     """Search the L2 strength with the best validation result.
 
@@ -144,13 +130,12 @@ def search_regularization(
       validation: validation samples.
       mesh: mesh with an axis "data".
       metric: metric to maximize, one of `METRICS`.
-      max_iterations: maximum number of L-BFGS iterations of each fit.
-      tolerance: L-BFGS stops when no entry of the gradient of the mean loss is larger.
+      options: `max_iterations` and `tolerance` of `LogisticRegressionSolver`.
 
     Returns:
       The best strength, and the validation result of every strength that was tried.
     """
-    solver = LogisticRegressionSolver(*train, mesh, max_iterations=max_iterations, tolerance=tolerance)
+    solver = LogisticRegressionSolver(*train, mesh, **options)
 
     def score(strength: float) -> float:
         ranks = solver.fit(strength).ranks(*validation, mesh)
@@ -162,12 +147,8 @@ def search_regularization(
 def binary_search(score: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:
     """Maximize a unimodal function over 97 strengths by CLIP's parametric binary search.
 
-    Args:
-      score: function of the strength.
-      grid: strengths in order; of equal scores, the later strength wins.
-
     Returns:
-      The best strength of those tried, and their scores.
+      The best strength of those tried, the later one of equal scores, and the score of each.
     """
     scores: dict[int, float] = {}
 
@@ -186,18 +167,7 @@ def binary_search(score: Callable[[float], float], grid: Sequence[float]) -> tup
 
 
 def hold_out(samples: LabeledFeatures, seed: int) -> tuple[LabeledFeatures, LabeledFeatures]:
-    """Hold out a fifth of each class for validation.
-
-    Args:
-      samples: training samples. Classes of one sample stay in the training set, others give at least one.
-      seed: seed of the choice.
-
-    Returns:
-      Training and validation samples.
-
-    Raises:
-      ValueError: every class has a single sample.
-    """
+    """Split samples into training and validation: a fifth of each class, at least one of two or more samples."""
     position, size = draw_order(samples.labels, seed)
     held_out = position < np.maximum((_HELD_OUT * size).astype(np.int64), size > 1)
     if not held_out.any():

@@ -40,16 +40,10 @@ class LinearClassifier:
     regularization: float
 
     def ranks(self, features: np.ndarray, labels: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """Return the rank of the true class of each sample.
+        """Return the rank of the true class of each sample, int64 [n].
 
-        Args:
-          features: [n, D], any float dtype.
-          labels: int [n].
-          mesh: mesh with an axis "data".
-
-        Returns:
-          int64 [n], number of other classes with at least the logit of the true class; 0 is a correct prediction. A
-          label that the training set lacks has the rank 2^31 - 1.
+        It is the number of other classes with at least the logit of the true class, so 0 is a correct prediction. A
+        label that the training set lacks has the rank 2^31 - 1.
         """
         index = np.searchsorted(self.classes, labels).clip(max=len(self.classes) - 1)
         known = self.classes[index] == labels
@@ -93,14 +87,9 @@ class LogisticRegressionSolver:
         max_iterations: int = MAX_ITERATIONS,
         tolerance: float = TOLERANCE,
     ):
-        """Copy the training set to the devices.
+        """Shard the training set, the same on every process, over the axis "data" of a mesh.
 
-        Args:
-          features: [N, D], any float dtype, the same on every process.
-          labels: int [N].
-          mesh: mesh with an axis "data", over which the samples are sharded.
-          max_iterations: maximum number of L-BFGS iterations.
-          tolerance: L-BFGS stops when no entry of the gradient of the mean loss is larger.
+        L-BFGS stops when no entry of the gradient of the mean loss is larger than the tolerance.
 
         Raises:
           ValueError: there are fewer than two classes, or `max_iterations` < 1.
@@ -115,14 +104,7 @@ class LogisticRegressionSolver:
         self._options = {"maxiter": max_iterations, "gtol": tolerance, "ftol": 64 * np.finfo(float).eps, "maxls": 50}
 
     def fit(self, regularization: float) -> LogisticRegression:
-        """Fit one logistic regression.
-
-        Args:
-          regularization: strength lambda of the L2 penalty, the inverse of scikit-learn's C.
-
-        Returns:
-          The fit, the same on every process.
-        """
+        """Fit one logistic regression, the same on every process."""
         classes = len(self._classes)
         strength = regularization * (2 if classes == 2 else 1)
 

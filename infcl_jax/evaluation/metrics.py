@@ -8,31 +8,22 @@ import numpy as np
 
 
 def accuracies(ranks: np.ndarray, topk: Sequence[int] = (1, 5)) -> dict[str, float]:
-    """Compute top-k accuracies.
-
-    Args:
-        ranks: int [N], zero-based rank of the class of each image.
-        topk: cutoffs k, each >= 1.
-
-    Returns:
-        `{"top1": ..., "top5": ...}`, fractions in [0, 1].
-    """
+    """Compute `top1`, `top5` and so on, fractions in [0, 1], from the zero-based ranks of the true classes."""
     return {f"top{k}": float(np.mean(ranks < k)) for k in topk}
 
 
-def mean_per_class_recall(hits: np.ndarray, labels: np.ndarray) -> float:
-    """Compute the mean recall of the classes.
+def classification_metrics(ranks: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Compute `top1`, `top5` and `mean_per_class_recall` from the zero-based ranks of the true classes.
 
-    The recall of a class is the fraction of its images that are hits. Classes without images are left out. Equals
-    scikit-learn's `balanced_accuracy_score`.
+    The recall of a class is the fraction of its samples whose rank is 0. Classes without samples are left out of the
+    mean, which equals scikit-learn's `balanced_accuracy_score`.
 
     Args:
-        hits: bool [N], whether an image is classified correctly.
+        ranks: int [N].
         labels: int [N], classes >= 0.
     """
-    counts = np.bincount(labels)
-    hit_counts = np.bincount(labels, weights=hits)
-    return float(np.mean(hit_counts[counts > 0] / counts[counts > 0]))
+    counts, hits = np.bincount(labels), np.bincount(labels, weights=ranks < 1)
+    return accuracies(ranks) | {"mean_per_class_recall": float(np.mean(hits[counts > 0] / counts[counts > 0]))}
 
 
 def macro_f1(hits: np.ndarray, predicted: np.ndarray, labels: np.ndarray) -> float:

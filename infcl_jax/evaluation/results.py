@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -72,3 +72,14 @@ class TaskResult:
     images: int
     examples: tuple[ExamplePrediction, ...] = ()
     confusions: tuple[Confusion, ...] = ()
+
+
+def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
+    """Return the metrics of results by "task/metric".
+
+    Examples:
+      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
+      >>> flat_metrics([result])
+      {'cifar10/top1': 0.9}
+    """
+    return {f"{result.name}/{name}": value for result in results for name, value in result.metrics.items()}

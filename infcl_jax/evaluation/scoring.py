@@ -16,10 +16,9 @@ from infcl_jax.evaluation.examples import Show, classification_examples, most_co
 from infcl_jax.evaluation.few_shot import few_shot
 from infcl_jax.evaluation.linear_probe import linear_probe
 from infcl_jax.evaluation.metrics import (
-    accuracies,
+    classification_metrics,
     macro_f1,
     mean_average_precision,
-    mean_per_class_recall,
     worst_group_accuracy,
 )
 from infcl_jax.evaluation.probed import check_labels, check_records, own_class_count
@@ -217,7 +216,7 @@ def score_classification(
         return _result(opened, "multilabel", metrics, len(features))
     labeled = features.label >= 0
     ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
-    metrics = accuracies(ranks) | {"mean_per_class_recall": mean_per_class_recall(ranks < 1, labels)}
+    metrics = classification_metrics(ranks, labels)
     if opened.main_metric == "macro_f1":
         metrics["macro_f1"] = macro_f1(ranks < 1, top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0], labels)
     if opened.main_metric in GROUP_METRICS:

@@ -27,7 +27,7 @@ from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_cr
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
 from infcl_jax.evaluation.plots import plot_retrieval_grid
-from infcl_jax.evaluation.results import TaskResult
+from infcl_jax.evaluation.results import TaskResult, flat_metrics
 from infcl_jax.evaluation.scoring import (
     OpenTask,
     average_results,
@@ -335,17 +335,6 @@ class Suite:
         captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
         arguments = captions, _Images(source, features.index, self._pixels), text @ features.image.T, path
         Outputs().attempt(path, lambda: plot_retrieval_grid(*arguments))
-
-
-def flat_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
-    """Return the metrics of results by "task/metric".
-
-    Examples:
-      >>> result = TaskResult(name="cifar10", kind="zero_shot", metrics={"top1": 0.9}, main_metric="top1", images=10)
-      >>> flat_metrics([result])
-      {'cifar10/top1': 0.9}
-    """
-    return {f"{result.name}/{name}": value for result in results for name, value in result.metrics.items()}
 
 
 @dataclasses.dataclass(frozen=True)

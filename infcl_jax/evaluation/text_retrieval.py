@@ -6,26 +6,26 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import re
-import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import numpy as np
+import regex
 from jax.sharding import Mesh
 
 from infcl_jax.data.sources.text_questions import Question
 from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import Corpus
 from infcl_jax.data.text_pairs import PairTexts
-from infcl_jax.evaluation.results import TaskResult
+from infcl_jax.evaluation.results import TaskResult, flat_metrics
 from infcl_jax.inference.features import TowerEncoder, encode_texts
 from infcl_jax.inference.search import top_k
 
 HITS, MRR, RECALL = (20, 100), 10, 1000  # cutoffs of DPR's accuracy and of MS MARCO's MRR and recall
 _BLOCK = 2**17  # passages whose features are in memory at once: 400 MB of 768 floats
+_TOKEN = regex.compile(r"[\p{L}\p{M}\p{N}]+|[^\p{Z}\p{C}]")
 
 _logger = logging.getLogger(__name__)
 
@@ -76,11 +76,12 @@ class TextRetrievalSuite:
     block: int = _BLOCK
     check: Callable[[], None] = lambda: None
     names: tuple[str, str] = ("the questions", "the judgments")
-    chance: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    chance: ClassVar[Mapping[str, float]] = {}
 
     def __call__(self, variables: Any, grid_path: Any = None) -> dict[str, float]:
         """Evaluate a model; return metrics such as `text_retrieval/top20`."""
-        return {f"{result.name}/{name}": x for result in self.results(variables) for name, x in result.metrics.items()}
+        return flat_metrics(self.results(variables))
 
     @property
     def metric_names(self) -> list[str]:
@@ -154,13 +155,9 @@ class TextRetrievalSuite:
         if self.corpus is None:
             return []
         self.check_inputs()
-        metrics = self.metrics(self.search(variables))
+        metrics, size = self.metrics(self.search(variables)), len(self.corpus)
         main = next(iter(metrics))
-        return [
-            TaskResult(
-                name="text_retrieval", kind="retrieval", metrics=metrics, main_metric=main, images=len(self.corpus)
-            )
-        ]
+        return [TaskResult(name="text_retrieval", kind="retrieval", metrics=metrics, main_metric=main, images=size)]
 
     def search(self, variables: Any) -> np.ndarray:
         """Find the passages with the largest dot product of each question.
@@ -185,7 +182,7 @@ class TextRetrievalSuite:
             score, row = np.concatenate([score, block_score], 1), np.concatenate([row, block_row + start], 1)
             best = np.argsort(-score, axis=1, kind="stable")
             score, row = np.take_along_axis(score, best, 1), np.take_along_axis(row, best, 1)
-            columns = columns_of_documents(document[row], k) if judged else k
+            columns = columns_of_documents(document[row], k)
             score, row = score[:, :columns], row[:, :columns]
         return row
 
@@ -193,11 +190,10 @@ class TextRetrievalSuite:
         self, query: np.ndarray, feature: np.ndarray, document: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the best passages of a block, with at least k documents of each question if it has as many."""
-        distinct = len(np.unique(document)) == len(document)
         count = min(k, len(feature))
         while True:
             score, row = dot_product_top_k(query, feature, count, self.mesh)
-            if distinct or count == len(feature) or columns_of_documents(document[row], k) <= count:
+            if count == len(feature) or columns_of_documents(document[row], k) <= count:
                 return score, row
             count = min(2 * count, len(feature))
 
@@ -242,15 +238,7 @@ class TextRetrievalSuite:
 
 
 def columns_of_documents(document: np.ndarray, k: int) -> int:
-    """Return the columns in which every row has k different documents.
-
-    Args:
-      document: int [Q, c], documents of the passages, best first.
-      k: number of documents.
-
-    Returns:
-      Number of columns; c + 1 if a row has fewer documents.
-    """
+    """Return the first columns of [Q, c] in which every row has k different documents; c + 1 if a row has fewer."""
     if document.shape[1] < k or not len(document):
         return document.shape[1] + 1
     order = np.argsort(document, axis=1, kind="stable")
@@ -301,30 +289,9 @@ def has_answer(answers: Sequence[str], text: str) -> bool:
     Text and answers are decomposed (NFD) and in lower case. Tokens are runs of letters, marks and digits, and each
     other visible character (Chen et al. 2017, "Reading Wikipedia to Answer Open-Domain Questions").
     """
-    words = f" {' '.join(answer_tokens(text))} "
-    return any((tokens := answer_tokens(answer)) and f" {' '.join(tokens)} " in words for answer in answers)
+    words = f" {' '.join(_answer_tokens(text))} "
+    return any((tokens := _answer_tokens(answer)) and f" {' '.join(tokens)} " in words for answer in answers)
 
 
-def answer_tokens(text: str) -> list[str]:
-    """Split a text into the tokens of `has_answer`."""
-    return _token_pattern().findall(unicodedata.normalize("NFD", text).lower())
-
-
-@functools.cache
-def _token_pattern() -> re.Pattern[str]:
-    """Compile the pattern of tokens, whose Unicode categories `re` does not have."""
-    marks, invisible = [], []
-    for code in range(sys.maxunicode + 1):
-        category = unicodedata.category(chr(code))
-        if category[0] == "M":
-            marks.append(code)
-        elif category[0] in "ZC":
-            invisible.append(code)
-    return re.compile(f"(?:[^\\W_]|[{_ranges(marks)}])+|[^{_ranges(invisible)}]")
-
-
-def _ranges(codes: Sequence[int]) -> str:
-    """Format sorted code points as ranges of a character class."""
-    starts = [c for i, c in enumerate(codes) if i == 0 or codes[i - 1] != c - 1]
-    stops = [c for i, c in enumerate(codes) if i == len(codes) - 1 or codes[i + 1] != c + 1]
-    return "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in zip(starts, stops, strict=True))
+def _answer_tokens(text: str) -> list[str]:
+    return _TOKEN.findall(unicodedata.normalize("NFD", text).lower())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from xml.etree.ElementTree import Element, SubElement
 
-from infcl_jax.evaluation.html_page import Best, add, add_example, add_table, data_uri, format_metric, words
+from infcl_jax.evaluation.html_page import Best, add, add_examples, add_table, data_uri, format_metric, words
 from infcl_jax.report.workdirs import RunRecord
 
 STYLE = """
@@ -81,9 +81,7 @@ def add_mistakes(body: Element, runs: Sequence[RunRecord]) -> None:
             continue
         block = SubElement(body, "details")
         add(block, "summary", f"Mistakes: {len(wrong)} of {len(examples)} examples")
-        grid = SubElement(block, "div", {"class": "examples"})
-        for e in wrong:
-            add_example(grid, e["image"], e["expected"], e["predicted"], e["similarity"], correct=False)
+        add_examples(block, wrong)
 
 
 def _cells(name: str, values: Sequence[float | None], comparable: bool) -> list[str]:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import linear_probe
-from infcl_jax.evaluation.labeled import LabeledFeatures, classification_metrics
+from infcl_jax.evaluation.labeled import LabeledFeatures
 from infcl_jax.evaluation.linear_probe import REGULARIZATIONS, binary_search, hold_out
 from infcl_jax.evaluation.logistic_regression import LinearClassifier, LogisticRegressionSolver
+from infcl_jax.evaluation.metrics import classification_metrics
 from infcl_jax.runtime.mesh import data_mesh
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "linear_probe.npz"))

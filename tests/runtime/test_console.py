@@ -12,7 +12,7 @@ import pytest
 
 from experiments import command, command_line
 from infcl_jax.evaluation import format_table
-from infcl_jax.evaluation.html_page import add_example, add_table, new_page, write_html
+from infcl_jax.evaluation.html_page import add_examples, add_table, new_page, write_html
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.runtime import console, printable
 from infcl_jax.runtime.exit_codes import Interrupted
@@ -108,7 +108,8 @@ def table(tmp_path, capfd):
 def page(tmp_path, capfd):
     root, body = new_page("page")
     add_table(body, (HOSTILE,), [(HOSTILE, HOSTILE)], "table")
-    add_example(body, HOSTILE, [HOSTILE], [HOSTILE], [1.0], correct=True)
+    texts = {"image": HOSTILE, "expected": [HOSTILE], "predicted": [HOSTILE]}
+    add_examples(body, [texts | {"similarity": [1.0], "correct": True}])
     write_html(tmp_path / "page.html", root)
     return (tmp_path / "page.html").read_text().split("<body>")[1].replace("\n", "") + "\n"
 

@@ -8,11 +8,16 @@ from experiments.reproduction.measurements import on_device, retrieval_config
 from experiments.reproduction.target import Cell, Target
 from experiments.reproduction.training import run_config
 from infcl_jax import run
-from infcl_jax.planner import Workload, device_named, plan_memory, step_time
-from infcl_jax.planner.loss import loss_workspace
-from infcl_jax.planner.loss_times import loss_time
-from infcl_jax.planner.rates import rates_of
-from infcl_jax.planner.time_report import duration
+from infcl_jax.planner import (
+    Workload,
+    device_named,
+    loss_time,
+    loss_workspace,
+    plan_memory,
+    rates_of,
+    step_time,
+)
+from infcl_jax.planner.report import duration
 from infcl_jax.settings import make_config, total_steps
 
 PLANNED_SCALES = ("small", "paper")

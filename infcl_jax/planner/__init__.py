@@ -7,10 +7,16 @@ least. Times come from the measured rates of GPUs.
 from infcl_jax.planner.activations import tree_bytes
 from infcl_jax.planner.api import MemoryPlan, Workload, plan_memory, utilization
 from infcl_jax.planner.devices import DEVICES, Device, device_named
-from infcl_jax.planner.loss import loss_workspace
-from infcl_jax.planner.loss_times import loss_time
+from infcl_jax.planner.loss import loss_time, loss_workspace
 from infcl_jax.planner.rates import Rates, rates_of
-from infcl_jax.planner.report import describe_plan, explain_out_of_memory, format_plan, plan_components
+from infcl_jax.planner.report import (
+    describe_plan,
+    explain_out_of_memory,
+    format_plan,
+    format_scaling,
+    format_time,
+    plan_components,
+)
 from infcl_jax.planner.search import (
     SAFE_SHARE,
     fitting_plan,
@@ -20,8 +26,7 @@ from infcl_jax.planner.search import (
     recommended_cache,
     store_activations,
 )
-from infcl_jax.planner.teacher import TeacherMemory
-from infcl_jax.planner.time_report import format_scaling, format_time
+from infcl_jax.planner.state import TeacherMemory
 from infcl_jax.planner.times import StepTime, on_devices, scaling, step_time
 from infcl_jax.training.compiled_step import OutOfMemory, compiled_bytes, device_memory_limit
 from infcl_jax.training.utilization import peak_flops

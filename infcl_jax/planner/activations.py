@@ -91,10 +91,6 @@ class EncoderMemory:
         """Residual stream, part of `stored`."""
         return self._inference[1]
 
-    def transient(self, rows: int) -> int:
-        """Peak memory beyond the stored activations."""
-        return max(0, self.peak(rows) - self.stored(rows))
-
     @functools.cached_property
     def _training(self) -> tuple[Linear, ...]:
         params, constants, key = self._arguments
@@ -162,9 +158,8 @@ def encoder_memory(model: CLIP | TextPair, frozen: frozenset[str] = frozenset())
       frozen: names of the frozen parameters, see `infcl_jax.training.frozen_parameters`. A tower without trained
         parameters is traced as if it were trained; its `forward` does not depend on that.
     """
-    towers = frozen_towers(parameter_shapes(model), frozen)
-    subtrees = towers_of(parameter_shapes(model))
-    prefixes = tuple(f"{subtrees[name]}/" for name in towers)
+    shapes = parameter_shapes(model)
+    prefixes = tuple(f"{towers_of(shapes)[name]}/" for name in frozen_towers(shapes, frozen))
     trained = frozenset(n for n in frozen if not n.startswith(prefixes))
     return _encoder_memory(model, trained, compute_capability())
 
@@ -209,19 +204,12 @@ class _Buffer:
 
 
 class _Operation(NamedTuple):
-    """One op with its operand and result buffers.
-
-    Attributes:
-      reads: operand buffers.
-      writes: result buffers.
-      fused: whether XLA fuses the op into its consumers.
-      inner: peak bytes inside the jaxprs that the op calls.
-    """
+    """One op with its operand and result buffers."""
 
     reads: list[_Buffer]
     writes: list[_Buffer]
-    fused: bool
-    inner: int
+    fused: bool  # by XLA into its consumers
+    inner: int  # peak bytes inside the jaxprs that the op calls
 
 
 def _peak(jaxpr: Any, count: int | None = None) -> int:
@@ -259,10 +247,7 @@ def _operations(jaxpr: Any) -> tuple[list[_Operation], dict[Any, _Buffer]]:
 
 
 def _inlined(jaxpr: Any, buffers: dict[Any, _Buffer]) -> Iterator[_Operation]:
-    """Yield the operations of a jaxpr with its calls inlined.
-
-    `buffers` has the buffers of the arguments. Those of the other variables are added to it.
-    """
+    """Yield the operations, and add the buffers of their results to those of the arguments."""
     for eqn in jaxpr.eqns:
         reads, name = [buffers[v] for v in _variables(eqn.invars)], eqn.primitive.name
         called = list(_jaxprs(eqn.params.values()))
@@ -302,10 +287,7 @@ def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
 
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the jaxprs in an equation's parameters.
-
-    They belong to calls, loops, branches and rematerialized functions.
-    """
+    """Yield the jaxprs in an equation's parameters: of calls, loops, branches and rematerialized functions."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _jaxprs(value)

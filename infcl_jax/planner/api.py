@@ -15,8 +15,7 @@ from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.activations import EncoderMemory, encoder_memory, feature_width, parameter_shapes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
-from infcl_jax.planner.state import state_bytes
-from infcl_jax.planner.teacher import TeacherMemory
+from infcl_jax.planner.state import TeacherMemory, state_bytes
 from infcl_jax.training import NO_CACHE, GradCacheConfig, loss_class
 from infcl_jax.training import utilization as training
 from infcl_jax.training.frozen import ALL_LOCKED, UnlockedGroups, check_frozen, frozen_parameters, frozen_towers
@@ -322,5 +321,5 @@ def _transient(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool)
     already part of `MemoryPlan.stored`.
     """
     if rows.stored == rows.block:
-        return encoder.transient(rows.shard)
+        return max(0, encoder.peak(rows.shard) - encoder.stored(rows.shard))
     return encoder.peak(rows.shard) - (encoder.residual(rows.shard) if residual_stored else 0)

@@ -24,12 +24,21 @@ class Device(NamedTuple):
       memory: device memory in bytes, as the driver reports it.
       implementation: fastest implementation of the loss that the GPU runs.
       cores: number of SMs.
+      kind: device kind of JAX, for `peak_flops`.
+      bandwidth: bandwidth of HBM or GDDR, in GB/s.
+      link: bandwidth to other GPUs of the host in one direction, in GB/s: NVLink, or PCIe 4.0 x16.
+      network: bandwidth of the host's network for each GPU in one direction, in GB/s: 400 Gb/s for each GPU of an HGX
+        H100 or H200, 200 Gb/s for that of an HGX A100, and 100 Gb/s for the others, which is an assumption.
     """
 
     name: str
     memory: int
     implementation: str
     cores: int
+    kind: str
+    bandwidth: float
+    link: float
+    network: float
 
     @property
     def memory_limit(self) -> int:
@@ -45,17 +54,18 @@ class Device(NamedTuple):
         return _single_device_mesh(self.name, self.cores)
 
 
+# Memory as the driver reports it; rates of NVIDIA's data sheets, SXM boards where there are several.
 _KNOWN = (
-    Device("A10", 23_028 * _MIB, "triton", 72),
-    Device("A100-40", 40_960 * _MIB, "triton", 108),
-    Device("A100-80", 81_920 * _MIB, "triton", 108),
-    Device("H100-80", 81_559 * _MIB, "mosaic_gpu", 132),
-    Device("H200-141", 143_771 * _MIB, "mosaic_gpu", 132),
-    Device("L4", 23_034 * _MIB, "triton", 58),
-    Device("L40S", 46_068 * _MIB, "triton", 142),
-    Device("RTX3090", 24_576 * _MIB, "triton", 82),
-    Device("RTX4090", 24_564 * _MIB, "triton", 128),
-    Device("V100-32", 32_768 * _MIB, "xla", 80),
+    Device("A10", 23_028 * _MIB, "triton", 72, "NVIDIA A10", 600, 32, 12.5),
+    Device("A100-40", 40_960 * _MIB, "triton", 108, "NVIDIA A100", 1555, 300, 25),
+    Device("A100-80", 81_920 * _MIB, "triton", 108, "NVIDIA A100", 2039, 300, 25),
+    Device("H100-80", 81_559 * _MIB, "mosaic_gpu", 132, "NVIDIA H100", 3350, 450, 50),
+    Device("H200-141", 143_771 * _MIB, "mosaic_gpu", 132, "NVIDIA H200", 4800, 450, 50),
+    Device("L4", 23_034 * _MIB, "triton", 58, "NVIDIA L4", 300, 32, 12.5),
+    Device("L40S", 46_068 * _MIB, "triton", 142, "NVIDIA L40S", 864, 32, 12.5),
+    Device("RTX3090", 24_576 * _MIB, "triton", 82, "NVIDIA GeForce RTX 3090", 936, 32, 12.5),
+    Device("RTX4090", 24_564 * _MIB, "triton", 128, "NVIDIA GeForce RTX 4090", 1008, 32, 12.5),
+    Device("V100-32", 32_768 * _MIB, "xla", 80, "Tesla V100-SXM2-32GB", 900, 150, 12.5),
 )
 DEVICES = {device.name: device for device in _KNOWN}
 

@@ -8,11 +8,12 @@ kernels that move data by the bandwidth of HBM, and transfers by the bandwidth o
 import dataclasses
 from typing import NamedTuple
 
-from infcl_jax.planner.devices import Device, device_named
+import numpy as np
+
+from infcl_jax.planner.devices import DEVICES, Device, device_named
 from infcl_jax.training.utilization import peak_flops
 
 _TERA, _GIGA = 1e12, 1e9
-_REFERENCE = "H200-141"
 
 
 class Kernels(NamedTuple):
@@ -21,8 +22,8 @@ class Kernels(NamedTuple):
     Attributes:
       forward: LayerNorm, bias with activation, and residual sums, in the forward pass.
       backward: the same in the backward pass.
-      attention: rates of attention, forward and backward, by sequence length. They count 4 tensors forward and 8
-        backward.
+      attention: rates of attention, forward and backward, by sequence length, in ascending order. They count 4 tensors
+        forward and 8 backward.
     """
 
     forward: float
@@ -34,20 +35,16 @@ class Kernels(NamedTuple):
 
         Beyond the longest measured sequence, the time grows with the square of the length.
         """
-        lengths = sorted(self.attention)
-        if positions >= lengths[-1]:
-            return _scaled(self.attention[lengths[-1]], lengths[-1] / positions)
-        if positions <= lengths[0]:
-            return self.attention[lengths[0]]
-        above = next(length for length in lengths if length > positions)
-        below = lengths[lengths.index(above) - 1]
-        share = (positions - below) / (above - below)
-        low, high = self.attention[below], self.attention[above]
-        return low[0] + share * (high[0] - low[0]), low[1] + share * (high[1] - low[1])
+        lengths = list(self.attention)
+        scale = min(1.0, lengths[-1] / positions)
+        forward, backward = (
+            scale * float(np.interp(positions, lengths, rates)) for rates in zip(*self.attention.values(), strict=True)
+        )
+        return forward, backward
 
     def scaled(self, factor: float) -> "Kernels":
         """Return all rates times a factor."""
-        attention = {length: _scaled(rates, factor) for length, rates in self.attention.items()}
+        attention = {length: (f * factor, b * factor) for length, (f, b) in self.attention.items()}
         return Kernels(self.forward * factor, self.backward * factor, attention)
 
 
@@ -104,39 +101,8 @@ class Rates:
     host_link: float
 
 
-class _Sheet(NamedTuple):
-    """Figures of a data sheet.
-
-    Attributes:
-      kind: device kind of JAX, for `peak_flops`.
-      memory: bandwidth of HBM or GDDR, in GB/s.
-      link: bandwidth to other GPUs of the host in one direction, in GB/s: NVLink, or PCIe 4.0 x16.
-      network: bandwidth of the host's network for each GPU in one direction, in GB/s: 400 Gb/s for each GPU of an HGX
-        H100 or H200, 200 Gb/s for that of an HGX A100, and 100 Gb/s for the others, which is an assumption.
-    """
-
-    kind: str
-    memory: float
-    link: float
-    network: float
-
-
-# NVIDIA's data sheets, SXM boards where there are several, without sparsity.
-_SHEETS = {
-    "A10": _Sheet("NVIDIA A10", 600, 32, 12.5),
-    "A100-40": _Sheet("NVIDIA A100", 1555, 300, 25),
-    "A100-80": _Sheet("NVIDIA A100", 2039, 300, 25),
-    "H100-80": _Sheet("NVIDIA H100", 3350, 450, 50),
-    "H200-141": _Sheet("NVIDIA H200", 4800, 450, 50),
-    "L4": _Sheet("NVIDIA L4", 300, 32, 12.5),
-    "L40S": _Sheet("NVIDIA L40S", 864, 32, 12.5),
-    "RTX3090": _Sheet("NVIDIA GeForce RTX 3090", 936, 32, 12.5),
-    "RTX4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, 32, 12.5),
-    "V100-32": _Sheet("Tesla V100-SXM2-32GB", 900, 150, 12.5),
-}
-
 _H200 = Rates(
-    device=device_named(_REFERENCE),
+    device=DEVICES["H200-141"],
     measured=True,
     # What the kernels below leave of the steps of ViT-B/32, B/16 and L/14 without chunks: 651 to 675 TFLOP/s, 0.92 to
     # 0.97 of the reference GEMM in these processes.
@@ -198,11 +164,11 @@ def rates_of(device: str | Device) -> Rates:
       ValueError: the GPU is unknown.
     """
     device = device_named(device) if isinstance(device, str) else device
-    if device.name == _REFERENCE:
+    if device == _H200.device:
         return _H200
-    sheet, reference = _SHEETS[device.name], _SHEETS[_REFERENCE]
-    compute = (peak_flops(sheet.kind) or 0.0) / (peak_flops(reference.kind) or 1.0)
-    memory, link = sheet.memory / reference.memory, sheet.link / reference.link
+    reference = _H200.device
+    compute = (peak_flops(device.kind) or 0.0) / (peak_flops(reference.kind) or 1.0)
+    memory = device.bandwidth / reference.bandwidth
     return dataclasses.replace(
         _H200,
         device=device,
@@ -214,10 +180,6 @@ def rates_of(device: str | Device) -> Rates:
         losses={name: LossRate(rate.flops * compute, rate.overhead) for name, rate in _H200.losses.items()},
         fp32_loss=_H200.fp32_loss * compute,
         ring=_H200.ring * compute,
-        link=_H200.link * link,
-        network=_H200.network * sheet.network / reference.network,
+        link=_H200.link * device.link / reference.link,
+        network=_H200.network * device.network / reference.network,
     )
-
-
-def _scaled(pair: tuple[float, float], factor: float) -> tuple[float, float]:
-    return pair[0] * factor, pair[1] * factor

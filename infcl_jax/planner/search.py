@@ -56,19 +56,13 @@ def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
     Raises:
       ValueError: a chunk of one row per device does not fit.
     """
-    devices, largest_power = workload.devices, math.ceil(math.log2(workload.block_rows))
-
-    def chunk_size(count: int) -> int:
-        """Chunk size of the power of two `count - 1`; `_largest` counts from 1."""
-        return min(workload.batch_size, devices << (count - 1))
+    devices, batch_size = workload.devices, workload.batch_size
+    sizes = [min(batch_size, devices << power) for power in range(math.ceil(math.log2(workload.block_rows)) + 1)]
 
     def fits(count: int) -> bool:
-        return (
-            count <= largest_power + 1
-            and plan_memory(workload.with_cache(chunk_size=chunk_size(count)), memory_limit).fits
-        )
+        return count <= len(sizes) and plan_memory(workload.with_cache(chunk_size=sizes[count - 1]), memory_limit).fits
 
-    return chunk_size(_at_least_one(_largest(fits), f"a chunk of {devices} of the batch of {workload.batch_size}"))
+    return sizes[_at_least_one(_largest(fits), f"a chunk of {devices} of the batch of {batch_size}") - 1]
 
 
 def largest_keep(workload: Workload, memory_limit: int) -> int:

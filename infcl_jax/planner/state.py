@@ -1,14 +1,17 @@
-"""Memory of parameters, gradients and optimizer state, from shapes."""
+"""Memory of parameters, gradients, optimizer state and teacher, from shapes."""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from infcl_jax.models import CLIP, TextPair
+from infcl_jax.models import CLIP, TextPair, variable_shapes
 from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
-from infcl_jax.planner.activations import parameter_shapes, tree_bytes
+from infcl_jax.planner.activations import encoder_memory, feature_width, parameter_shapes, tree_bytes
+from infcl_jax.planner.devices import planned_device
+from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.training.ema import initial_ema
 from infcl_jax.training.frozen import partition
 from infcl_jax.training.sharding import bytes_per_device
@@ -38,11 +41,7 @@ class StateBytes(NamedTuple):
     trained_gradients: int
 
     def gradients(self, on_device: bool) -> int:
-        """Accumulated gradients and copies of the parameters, see `MemoryPlan`.
-
-        Args:
-          on_device: whether the batch is in device memory.
-        """
+        """Accumulated gradients and copies of the parameters, with the batch in device memory or not."""
         sharded = self.parameter_shard != self.parameters  # "fsdp" gathers the parameters
         if on_device:
             return self.trained_gradients + (self.parameters if sharded else 0)
@@ -60,18 +59,54 @@ def state_bytes(
 ) -> StateBytes:
     """Count the bytes of the state that `infcl_jax.training.create_state` creates."""
 
-    def gradient_bytes(tree: Any) -> int:
-        return tree_bytes(jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), tree))
+    def shard(tree: Any) -> int:
+        return bytes_per_device(tree, devices, parameter_sharding)
 
     params = parameter_shapes(model)
     trained, _ = partition(params, frozen)
-    opt_state, averages = jax.eval_shape(optimizer.init, trained), jax.eval_shape(initial_ema, trained)
+    gradients = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, accumulation_dtype(p.dtype)), trained)
     return StateBytes(
         parameters=tree_bytes(params),
         trained=tree_bytes(trained),
-        parameter_shard=bytes_per_device(params, devices, parameter_sharding),
-        updates=bytes_per_device(trained, devices, parameter_sharding),
-        optimizer=bytes_per_device(opt_state, devices, parameter_sharding),
-        ema=bytes_per_device(averages, devices, parameter_sharding),
-        trained_gradients=gradient_bytes(trained),
+        parameter_shard=shard(params),
+        updates=shard(trained),
+        optimizer=shard(jax.eval_shape(optimizer.init, trained)),
+        ema=shard(jax.eval_shape(initial_ema, trained)),
+        trained_gradients=tree_bytes(gradients),
     )
+
+
+class TeacherMemory(NamedTuple):
+    """Teacher of a run with distillation, for `Workload`.
+
+    Examples:
+      >>> teacher = TeacherMemory(model)
+      >>> teacher.persistent(block_rows=64) > TeacherMemory(model, cached=True).persistent(block_rows=64)
+      True
+
+    Attributes:
+      model: teacher.
+      cached: whether batches have its features in place of its parameters in device memory.
+    """
+
+    model: CLIP
+    cached: bool = False
+
+    def persistent(self, block_rows: int) -> int:
+        """Bytes of the parameters and of a batch's features.
+
+        With the cache, bytes of the features of two batches alone.
+        """
+        features = 2 * block_rows * feature_width(self.model) * jnp.dtype(self.model.feature_dtype).itemsize
+        return 2 * features if self.cached else features + tree_bytes(variable_shapes(self.model))
+
+    def forward(self, shard_rows: int) -> int:
+        """Peak bytes of the forward pass over a chunk's rows on one device."""
+        if self.cached:
+            return 0
+        with planned_device():
+            return max(encoder.forward(shard_rows) for encoder in encoder_memory(self.model))
+
+    def loss_workspace(self, implementation: str, batch_size: int, devices: int) -> int:
+        """Bytes that the teacher adds to the workspace of the loss."""
+        return loss_workspace(implementation, batch_size, feature_width(self.model), self.model.feature_dtype, devices)

@@ -14,7 +14,7 @@ from infcl_jax.models.flops import group_flops
 from infcl_jax.planner.activations import feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.api import Workload
 from infcl_jax.planner.devices import Device
-from infcl_jax.planner.loss_times import loss_time
+from infcl_jax.planner.loss import loss_time
 from infcl_jax.planner.rates import Rates, rates_of
 from infcl_jax.planner.state import state_bytes
 from infcl_jax.planner.tower_times import TowerTime, tower_time
@@ -104,19 +104,17 @@ def step_time(
     rates, devices = rates_of(device), workload.devices
     model = cast(CLIP | TextPair, workload.model)
     state = state_bytes(model, workload.optimizer, devices, workload.parameter_sharding, workload.frozen_parameters)
-    encoders = {name: _Passes.of(workload, name, rates) for name in row_shapes(model, 1)}
+    passes = [_passes(workload, name, rates) for name in row_shapes(model, 1)]
+    forward, recompute, backward, measured = zip(*passes, strict=True)
     chunks = math.ceil(workload.block_rows / workload.shard_rows)
     accumulate = chunks * _ACCUMULATE * state.trained_gradients / rates.memory if chunks > 1 else 0.0
-    forward = sum(passes.forward for passes in encoders.values())
-    recompute = sum(passes.recompute for passes in encoders.values())
-    backward = sum(passes.backward for passes in encoders.values()) + accumulate
+    first, second = sum(forward), sum(recompute) + sum(backward) + accumulate
     # The update reads and writes parameters, their updates and the optimizer's state, and reads the gradients.
     update_bytes = 2 * (state.updates + state.optimizer + state.ema * workload.ema) + state.updates
-    passages = workload.batch_size * workload.passages
     loss = loss_time(
         workload.implementation,
         workload.batch_size,
-        passages,
+        workload.batch_size * workload.passages,
         feature_width(model),
         str(model.feature_dtype),
         rates,
@@ -127,14 +125,14 @@ def step_time(
     return StepTime(
         workload=workload,
         device=rates.device,
-        forward=forward,
-        recompute=recompute,
-        backward=backward,
+        forward=first,
+        recompute=sum(recompute),
+        backward=sum(backward) + accumulate,
         loss=loss,
         reduce=_reduce_time(workload, state.trained_gradients, rates, gpus_per_host),
         update=update_bytes / rates.memory,
-        transfer=_exposed_transfer(workload, rates, gpus_per_host, forward, recompute + backward),
-        measured=rates.measured and devices <= gpus_per_host and all(passes.measured for passes in encoders.values()),
+        transfer=_exposed_transfer(workload, rates, gpus_per_host, first, second),
+        measured=rates.measured and devices <= gpus_per_host and all(measured),
     )
 
 
@@ -162,11 +160,11 @@ def scaling(
     Returns:
       Estimates by number of GPUs.
     """
-    times = {}
-    for count in counts:
-        if workload.batch_size % count == 0:
-            times[count] = step_time(on_devices(workload, count), device, gpus_per_host)
-    return times
+    return {
+        count: step_time(on_devices(workload, count), device, gpus_per_host)
+        for count in counts
+        if workload.batch_size % count == 0
+    }
 
 
 def on_devices(workload: Workload, count: int) -> Workload:
@@ -195,37 +193,22 @@ def on_devices(workload: Workload, count: int) -> Workload:
     return dataclasses.replace(workload, devices=count, cache=cache)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Passes:
-    """Seconds of one encoder on one GPU, over all chunks.
+def _passes(workload: Workload, name: str, rates: Rates) -> tuple[float, float, float, bool]:
+    """Estimate an encoder on one GPU over all chunks.
 
-    Attributes:
-      forward: first forward pass.
-      recompute: second forward pass.
-      backward: backward pass.
-      measured: whether such a tower was compared with measurements.
+    Returns:
+      Seconds of the forward pass, of its repetition and of the backward pass; whether such towers were measured.
     """
-
-    forward: float
-    recompute: float
-    backward: float
-    measured: bool
-
-    @classmethod
-    def of(cls, workload: Workload, name: str, rates: Rates) -> "_Passes":
-        """Estimate the passes of the encoder `name`."""
-        if name in workload.precomputed:
-            return cls(0.0, 0.0, 0.0, True)
-        rows, cached = workload.rows(name), workload.cache.chunk_size is not None
-        chunk = _tower_time(workload, name, rows.shard, rates)
-        chunks = rows.block / rows.shard
-        names = workload.frozen_parameters
-        if name in frozen_towers(parameter_shapes(cast(Any, workload.model)), names):
-            return cls(chunks * chunk.forward, 0.0, 0.0, chunk.measured)
-        recomputed = (rows.block - rows.stored) / rows.shard if cached else 0.0
-        second = chunk.forward - (chunk.residual if workload.cache.keep_residual else 0.0)
-        backward = chunks * chunk.backward * _trained_share(workload, name)
-        return cls(chunks * chunk.forward, recomputed * second, backward, chunk.measured)
+    if name in workload.precomputed:
+        return 0.0, 0.0, 0.0, True
+    rows, cache = workload.rows(name), workload.cache
+    chunk, chunks = _tower_time(workload, name, rows.shard, rates), rows.block / rows.shard
+    if name in frozen_towers(parameter_shapes(cast(Any, workload.model)), workload.frozen_parameters):
+        return chunks * chunk.forward, 0.0, 0.0, chunk.measured
+    recomputed = (rows.block - rows.stored) / rows.shard if cache.chunk_size is not None else 0.0
+    second = chunk.forward - (chunk.residual if cache.keep_residual else 0.0)
+    backward = chunks * chunk.backward * _trained_share(workload, name)
+    return chunks * chunk.forward, recomputed * second, backward, chunk.measured
 
 
 def _tower_time(workload: Workload, name: str, rows: int, rates: Rates) -> TowerTime:

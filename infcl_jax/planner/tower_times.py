@@ -1,6 +1,5 @@
 """Times of an encoder's forward and backward pass, from its configuration."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,6 +8,8 @@ from infcl_jax.models.config import BertConfig, TextConfig, VisionConfig
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.ops.attention.api import mosaic_gpu_accepts
 from infcl_jax.planner.rates import Kernels, Rates
+
+Transformer = VisionConfig | TextConfig | BertConfig
 
 _TILE = 128  # rows and columns of the GEMM tile that one SM computes, see docs/benchmarks.md
 _CHANNELS = 3  # of images
@@ -23,8 +24,7 @@ _RESIDUAL_ARRAYS = 6  # arrays of the two residual sums
 _FORWARD_WEIGHTS, _BACKWARD_WEIGHTS = 4, 6
 
 
-@dataclasses.dataclass(frozen=True)
-class TowerTime:
+class TowerTime(NamedTuple):
     """Seconds of one encoder for the rows of one pass on one GPU.
 
     Attributes:
@@ -58,16 +58,11 @@ class _Gemm(NamedTuple):
 
     def transposed(self) -> "_Gemm":
         """Product for the cotangent of the `[rows, inner]` factor."""
-        return _Gemm(self.rows, self.columns, self.inner, self.repeats)
+        return self._replace(inner=self.columns, columns=self.inner)
 
 
 def tower_time(
-    tower: VisionConfig | TextConfig | BertConfig | ResNetConfig,
-    embed_dim: int,
-    rows: int,
-    rates: Rates,
-    dtype: str,
-    forward_flops: int,
+    tower: Transformer | ResNetConfig, embed_dim: int, rows: int, rates: Rates, dtype: str, forward_flops: int
 ) -> TowerTime:
     """Estimate the times of a tower.
 
@@ -82,12 +77,13 @@ def tower_time(
       dtype: dtype of activations and GEMMs.
       forward_flops: FLOPs of one row, for a ResNet.
     """
+    # fp32 operands are rounded to TF32, whose peak is half that of bf16 in NVIDIA's data sheets. Not measured.
+    gemm_rate, size = (rates.gemm / 2, 4) if dtype == "float32" else (rates.gemm, 2)
     if isinstance(tower, ResNetConfig):
         # Convolutions at the rate of GEMMs, and nothing else: a lower bound.
-        forward = rows * forward_flops / _gemm_rate(rates, dtype)
+        forward = rows * forward_flops / gemm_rate
         return TowerTime(forward, 2 * forward, 0.0, False)
-    size = 4 if dtype == "float32" else 2
-    positions = _positions(tower)
+    bert, positions, cores = isinstance(tower, BertConfig), _positions(tower), rates.device.cores
     hopper = rates.device.implementation == "mosaic_gpu" and size == 2
     fused = (
         hopper
@@ -98,34 +94,22 @@ def tower_time(
     kernels = rates.fused if hopper else rates.xla
     forward_bytes, backward_bytes = (rows * size * count for count in _elementwise(tower, positions))
     attention = _attention_times(tower, positions, rows * size, kernels if fused else rates.xla, fused)
-    gemms, gemm_rate, cores = (
-        list(_gemms(tower, embed_dim, rows, positions)),
-        _gemm_rate(rates, dtype),
-        rates.device.cores,
-    )
+    gemms = list(_gemms(tower, embed_dim, rows, positions))
     forward_gemm = sum(gemm.flops(cores) for gemm in gemms) / gemm_rate
     backward_gemm = sum(gemm.flops() + gemm.transposed().flops(cores) for gemm in gemms) / gemm_rate
     forward_other = forward_bytes / kernels.forward + attention[0]
     forward = forward_gemm + forward_other
     recomputed = {None: 0.0, "full": forward, "dots": forward_other}[tower.remat]
     backward = backward_gemm + backward_bytes / kernels.backward + attention[1] + recomputed
-    return TowerTime(
-        forward,
-        backward,
-        _residual_time(tower, rows * positions, size, kernels.forward, gemm_rate, cores),
-        size == 2 and not isinstance(tower, BertConfig) and tower.remat is None,
-    )
+    # The GEMMs and sums that produce the residual stream.
+    tokens, width, layers = rows * positions, tower.width, _whole_layers(tower)
+    products = _Gemm(tokens, width, width, layers), _Gemm(tokens, _hidden(tower), width, layers)
+    sums = layers * _RESIDUAL_ARRAYS * width * tokens * size
+    residual = sum(gemm.flops(cores) for gemm in products) / gemm_rate + sums / kernels.forward
+    return TowerTime(forward, backward, residual, size == 2 and not bert and tower.remat is None)
 
 
-def _gemm_rate(rates: Rates, dtype: str) -> float:
-    """FLOP/s of GEMMs in a dtype.
-
-    fp32 operands are rounded to TF32, whose peak is half that of bf16 in NVIDIA's data sheets. Not measured.
-    """
-    return rates.gemm / (2 if dtype == "float32" else 1)
-
-
-def _positions(tower: VisionConfig | TextConfig | BertConfig) -> int:
+def _positions(tower: Transformer) -> int:
     """Sequence length in training."""
     if not isinstance(tower, VisionConfig):
         return tower.context_length
@@ -133,7 +117,7 @@ def _positions(tower: VisionConfig | TextConfig | BertConfig) -> int:
     return int(tower.class_token) + max(1, int(patches * (1 - tower.patch_dropout)))
 
 
-def _whole_layers(tower: VisionConfig | TextConfig | BertConfig) -> int:
+def _whole_layers(tower: Transformer) -> int:
     """Number of blocks that compute all positions.
 
     The last block of towers that pool one token computes that token alone.
@@ -142,11 +126,11 @@ def _whole_layers(tower: VisionConfig | TextConfig | BertConfig) -> int:
     return tower.layers - int(one_token)
 
 
-def _hidden(tower: VisionConfig | TextConfig | BertConfig) -> int:
+def _hidden(tower: Transformer) -> int:
     return int(tower.width * tower.mlp_ratio)
 
 
-def _gemms(tower: VisionConfig | TextConfig | BertConfig, embed_dim: int, rows: int, positions: int) -> Iterator[_Gemm]:
+def _gemms(tower: Transformer, embed_dim: int, rows: int, positions: int) -> Iterator[_Gemm]:
     """Yield the GEMMs of the forward pass."""
     width, hidden = tower.width, _hidden(tower)
     if isinstance(tower, VisionConfig):
@@ -161,7 +145,7 @@ def _gemms(tower: VisionConfig | TextConfig | BertConfig, embed_dim: int, rows: 
     yield _Gemm(rows, width, embed_dim)
 
 
-def _elementwise(tower: VisionConfig | TextConfig | BertConfig, positions: int) -> tuple[int, int]:
+def _elementwise(tower: Transformer, positions: int) -> tuple[int, int]:
     """Elements that one row moves outside of GEMMs and attention, forward and backward."""
     layers, width, hidden = _whole_layers(tower), tower.width, _hidden(tower)
     forward = layers * (_FORWARD_ARRAYS * width + _FORWARD_HIDDEN * hidden)
@@ -171,24 +155,11 @@ def _elementwise(tower: VisionConfig | TextConfig | BertConfig, positions: int) 
 
 
 def _attention_times(
-    tower: VisionConfig | TextConfig | BertConfig, positions: int, row_bytes: int, kernels: Kernels, fused: bool
+    tower: Transformer, positions: int, row_bytes: int, kernels: Kernels, fused: bool
 ) -> tuple[float, float]:
     """Seconds of attention, forward and backward; `row_bytes` are rows times bytes of an element."""
     tensor = row_bytes * positions * tower.width * _whole_layers(tower)
-    forward_rate, backward_rate = kernels.attention_rates(positions)
-    forward, backward = 4 * tensor / forward_rate, 8 * tensor / backward_rate
+    rates, weights = kernels.attention_rates(positions), 0
     if not fused and (isinstance(tower, BertConfig) or tower.attention == "xla"):
-        weights = row_bytes * positions**2 * tower.heads * tower.layers
-        forward = 4 * tensor / kernels.forward + _FORWARD_WEIGHTS * weights / kernels.forward
-        backward = 8 * tensor / kernels.backward + _BACKWARD_WEIGHTS * weights / kernels.backward
-    return forward, backward
-
-
-def _residual_time(
-    tower: VisionConfig | TextConfig | BertConfig, tokens: int, size: int, rate: float, gemm_rate: float, cores: int
-) -> float:
-    """Seconds of the GEMMs and sums that produce the residual stream."""
-    layers, width = _whole_layers(tower), tower.width
-    gemms = (_Gemm(tokens, width, width, layers), _Gemm(tokens, _hidden(tower), width, layers))
-    sums = layers * _RESIDUAL_ARRAYS * width * tokens * size
-    return sum(gemm.flops(cores) for gemm in gemms) / gemm_rate + sums / rate
+        rates, weights = kernels[:2], row_bytes * positions**2 * tower.heads * tower.layers
+    return (4 * tensor + _FORWARD_WEIGHTS * weights) / rates[0], (8 * tensor + _BACKWARD_WEIGHTS * weights) / rates[1]

@@ -1,18 +1,21 @@
 """Persistent compilation cache of the commands, with atomic writes."""
 
+import functools
 import hashlib
 import platform
+import shutil
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from infcl_jax.runtime.user_cache import user_cache
+from infcl_jax.runtime.file_io import user_cache
 
-_OFF = ("off", "")
 _CPU_INFO = Path("/proc/cpuinfo")
 # Fields that decide which instructions LLVM generates for the host: x86's names, then ARM's.
 _CPU_FIELDS = frozenset(
@@ -35,32 +38,62 @@ def enable(setting: str | None, say: Callable[[str], None]) -> None:
     Raises:
       ValueError: the given folder is not writable.
     """
-    if setting in _OFF:
+    if setting in ("off", ""):
         _set_jax_folder(None)
-    elif (reason := _install_atomic_writes()) is not None:
+        return
+    try:
+        file_cache()
+    except (ImportError, AttributeError) as error:  # names that a JAX version lacks
+        reason = f"its writes would not be atomic with JAX {jax.__version__} ({error}); set JAX_COMPILATION_CACHE_DIR"
         say(f"compilation_cache is ignored: {reason}")
-    elif setting is not None:
+        return
+    if setting is not None:
         _use_host_folder(Path(setting))
-    elif _folder_unset() and jax.process_count() == 1:
+    elif (
+        jax.config.jax_enable_compilation_cache
+        and not jax.config.jax_compilation_cache_dir
+        and jax.process_count() == 1
+    ):
         try:
             _use_host_folder(user_cache() / "compiled")
         except ValueError as error:  # the default folder is optional, so its errors do not stop the run
             say(f"no compilation cache: {error}")
 
 
-def _install_atomic_writes() -> str | None:
-    """Make JAX's cache write atomically; return the reason if it cannot."""
-    try:
-        from infcl_jax.runtime.atomic_cache import install
-    except (ImportError, AttributeError) as error:  # names that a JAX version lacks
-        return f"its writes would not be atomic with JAX {jax.__version__} ({error}); set JAX_COMPILATION_CACHE_DIR"
-    install()
-    return None
+@functools.cache
+def file_cache() -> Any:
+    """Return the class of JAX's file cache, and make its writes atomic.
 
+    JAX 0.11.2 writes an entry in place (`LRUCache.put`: open, truncate, write). It locks only with
+    `jax_compilation_cache_max_size`, for which it needs the package filelock. Three things go wrong without the lock:
+      - Readers see torn entries. With two writers of a 4 MB entry, 91 % of reads were torn (2 cores, 2026-11-23).
+      - Two writers interleave in one file.
+      - A killed writer leaves its torn entry forever, because `put` skips an existing file.
+    Up to Python 3.13, zlib's checksum turns a torn entry into a warning and a compilation. From 3.14 on JAX compresses
+    with zstd, without a checksum. Here JAX writes to a temporary folder and a rename makes the entry visible, so that
+    each write is atomic, and the last writer replaces a torn entry. XLA's autotuning cache in the same folder renames
+    as well.
 
-def _folder_unset() -> bool:
-    """Return whether JAX's cache is enabled but has no folder."""
-    return jax.config.jax_enable_compilation_cache and not jax.config.jax_compilation_cache_dir
+    JAX has no public way to replace the writes of its cache. The private name is checked with JAX 0.11.2 and 0.12.0.1.
+    """
+    from jax._src.compilation_cache import LRUCache
+
+    put = LRUCache.put
+
+    def put_atomically(cache: Any, key: str, value: bytes) -> None:
+        if cache.eviction_enabled or "://" in str(cache.path):  # JAX's lock, or an object store with atomic writes
+            put(cache, key, value)
+            return
+        temporary = cache.path / f".{uuid.uuid4().hex}"
+        try:
+            put(LRUCache(str(temporary), max_size=-1), key, value)
+            for entry in temporary.iterdir():
+                entry.replace(cache.path / entry.name)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    LRUCache.put = put_atomically  # type: ignore[method-assign]
+    return LRUCache
 
 
 def host_key() -> str:
@@ -83,11 +116,7 @@ def _cpu() -> str:
 
 
 def _use_host_folder(parent: Path) -> None:
-    """Set JAX's cache folder to this host's subfolder of `parent`.
-
-    Raises:
-      ValueError: the subfolder is not writable.
-    """
+    """Set JAX's cache folder to this host's subfolder of `parent`, which must be writable."""
     try:
         folder = parent.expanduser() / host_key()
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -31,9 +32,6 @@ def record_start(workdir: str | Path, step: int, components: Mapping[str, int], 
       step: step from which the run starts.
       components: memory of the compiled training step, `StepMemory.components`; empty if it is not known.
       limit: bytes that JAX may use on a device; None if unknown.
-
-    Raises:
-      OSError: the file cannot be written.
     """
     if not is_lead():
         return
@@ -46,7 +44,10 @@ def record_start(workdir: str | Path, step: int, components: Mapping[str, int], 
         "memory_plan": {"components": dict(components), "peak": sum(components.values()) or None, "limit": limit},
     }
     path = Path(workdir, ENVIRONMENT_FILE)
-    replace_text(path, json.dumps([*_starts(path), start], indent=2) + "\n")
+    starts = []
+    with contextlib.suppress(OSError, ValueError):  # missing, unreadable or damaged
+        starts = read_json(path, list)
+    replace_text(path, json.dumps([*starts, start], indent=2) + "\n")
 
 
 def describe_software() -> dict[str, str]:
@@ -61,14 +62,6 @@ def describe_software() -> dict[str, str]:
 def utc_date() -> str:
     """Return the date and time in UTC, in ISO format."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _starts(path: Path) -> list[object]:
-    """Read the earlier starts; none from a missing, unreadable or damaged file."""
-    try:
-        return read_json(path, list)
-    except (OSError, ValueError):
-        return []
 
 
 def _version(package: str) -> str:

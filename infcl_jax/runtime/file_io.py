@@ -25,17 +25,11 @@ LINES_BYTES = 2**30  # limit of a file of lines, some 3 million lines of metrics
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading.
-
-    A FIFO or a device, whose reads may never end, is an error.
-
-    Args:
-      path: local path; links are followed.
+    """Open a regular file for reading; links are followed.
 
     Raises:
-      FileNotFoundError: there is no such file.
       OSError: the file cannot be opened.
-      ValueError: the path names something else than a regular file.
+      ValueError: the path names something else, such as a FIFO or a device, whose reads may never end.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)  # before the file is opened, which has effects on devices
     if kind != stat.S_IFREG:
@@ -53,7 +47,6 @@ def read_regular(path: str | os.PathLike[str], limit: int, content: str = "data"
       tail: whether to read the last bytes of a larger file.
 
     Raises:
-      FileNotFoundError: there is no such file.
       OSError: the file cannot be read.
       ValueError: the path names something else than a regular file, or a file above the limit.
     """
@@ -68,18 +61,8 @@ def read_regular(path: str | os.PathLike[str], limit: int, content: str = "data"
 def open_writable(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """Open a regular file for writing, and create it if missing.
 
-    Folders on the way may be links. A link in place of the file is an error, as is a FIFO or a device.
-
-    Args:
-      path: local path.
-      flags: flags of `os.open`, such as `os.O_WRONLY | os.O_APPEND`.
-      mode: permissions of a new file, reduced by the umask.
-
-    Returns:
-      The file descriptor.
-
-    Raises:
-      OSError: the file cannot be opened.
+    Folders on the way may be links. A link in place of the file is an `OSError`, as is a FIFO or a device. `flags` and
+    `mode` are those of `os.open`.
     """
     flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a blocking open waits for a FIFO's reader
     try:
@@ -98,24 +81,23 @@ def read_json(path: str | os.PathLike[str], kind: type = dict, limit: int = JSON
     """Read a JSON file.
 
     Args:
-      path: local path of a regular file in UTF-8, with or without a byte order mark.
+      path: local path of a regular file.
       kind: Python type of the content.
       limit: largest size in bytes.
 
     Raises:
-      FileNotFoundError: there is no such file.
       OSError: the file cannot be read.
-      ValueError: the content is damaged, nested too deeply, above the limit, or of another type.
+      ValueError: see `parse_json`.
     """
     return parse_json(read_regular(path, limit, "JSON"), path, kind)
 
 
 def parse_json(text: bytes | str, name: str | os.PathLike[str], kind: type = dict) -> Any:
-    """Parse JSON.
+    """Parse JSON in UTF-8, with or without a byte order mark.
 
     Args:
-      text: JSON in UTF-8, with or without a byte order mark.
-      name: origin of the text, for messages.
+      text: the JSON.
+      name: its origin, for messages.
       kind: Python type of the content.
 
     Raises:
@@ -151,9 +133,6 @@ def replacing(path: str | os.PathLike[str], folder: str | os.PathLike[str] | Non
     Args:
       path: file to replace.
       folder: folder of the new file, on the same file system; by default that of `path`.
-
-    Raises:
-      OSError: the file cannot be written.
     """
     path = Path(path)
     temporary = Path(path.parent if folder is None else folder, f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
@@ -173,10 +152,16 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove the files that killed processes left in `replacing`.
-
-    Args:
-      path: path of the file to replace; its stem may be a pattern of `Path.glob`.
-    """
+    """Remove the files that killed processes left in `replacing` of a path, whose stem may be a pattern of `glob`."""
     for file in path.parent.glob(f".{path.stem}.{'[0-9a-f]' * 32}{path.suffix}"):
         file.unlink(missing_ok=True)
+
+
+def user_cache() -> Path:
+    """Return the library's folder in `XDG_CACHE_HOME`, or else in `~/.cache`.
+
+    A relative `XDG_CACHE_HOME` is ignored, as the XDG Base Directory Specification demands. The `~` is not expanded,
+    since a user without a home directory has none.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (caches if caches.is_absolute() else Path("~/.cache")) / "infcl_jax"

@@ -44,12 +44,7 @@ class NotebookLine(LiveLine):
     """Output of a notebook cell, which is replaced in place."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
-        """Start without an output.
-
-        Args:
-          display: `IPython.display.display`.
-        """
-        self._display, self._handle = display, None
+        self._display, self._handle = display, None  # `IPython.display.display` and the output
 
     def fit(self, fields: Sequence[str]) -> str:
         """Join the fields, with escaped control characters; the cell wraps them."""

@@ -60,13 +60,7 @@ def training_mesh(layout: str | None = None) -> Mesh:
 def _mesh_rows(
     layout: str | None, devices: Sequence[jax.Device], hosts: Sequence[str]
 ) -> list[list[jax.Device]] | None:
-    """Return the rows of the two-level mesh; None for a flat mesh.
-
-    Args:
-      layout: see `training_mesh`.
-      devices: devices of all processes.
-      hosts: name of the host of each process.
-    """
+    """Return the rows of the two-level mesh; None for a flat mesh. `hosts` has the host of each process."""
     several = len(set(hosts)) > 1
     if layout == "flat" or (layout is None and not several):
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,12 +39,6 @@ def print_line(*lines: str) -> None:
     """Print lines on the console of the run, or else on stdout.
 
     Control characters are escaped, so that no name of a file or dataset moves the cursor or forges a line.
-
-    An unwritable stdout is no error. A job's stdout is often a file on the disk of the work directory. Python retries
-    what it could not flush.
-
-    Args:
-      *lines: lines without their ends.
     """
     if _printers:
         _printers[-1](*lines)
@@ -54,7 +47,11 @@ def print_line(*lines: str) -> None:
 
 
 def write_stdout(text: str) -> None:
-    """Write and flush text; an unwritable stdout is no error."""
+    """Write and flush text.
+
+    An unwritable stdout is no error. A job's stdout is often a file on the disk of the work directory. Python retries
+    what it could not flush.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -67,11 +64,7 @@ def write_stdout(text: str) -> None:
 
 @contextlib.contextmanager
 def printed_by(printer: Callable[..., None]) -> Iterator[None]:
-    """Give the lines of `print_line` to a function.
-
-    Args:
-      printer: function that prints lines, called from any thread.
-    """
+    """Give the lines of `print_line` to a function, which any thread may call."""
     _printers.append(printer)
     try:
         yield
@@ -158,7 +151,7 @@ class AppendFile:
     def __init__(
         self, path: str | os.PathLike[str], outputs: Outputs, *, keep: int | None = None, header: bytes = b""
     ) -> None:
-        """Open the file.
+        """Create the file.
 
         Args:
           path: file, created with its folder if missing.
@@ -170,16 +163,9 @@ class AppendFile:
         self._path, self._outputs, self._header = Path(path), outputs, header
         self._records: collections.deque[bytes] = collections.deque()
         self._bytes = 0  # of the records in memory
-        self._descriptor: int | None = None
-        self._size = 0  # bytes of whole records in the file
+        self._size = sys.maxsize if keep is None else keep  # bytes of whole records in the file
         self._inode: tuple[int, int] | None = None  # device and inode of the file with that size
-        if keep is not None and self._path.exists():
-            descriptor = open_writable(self._path, os.O_WRONLY)
-            try:
-                os.ftruncate(descriptor, keep)
-            finally:
-                os.close(descriptor)
-        self._outputs.attempt(self._path, self._flush)
+        self._flush()
 
     def write(self, record: bytes) -> None:
         """Append a record, after those that wait in memory."""
@@ -188,69 +174,56 @@ class AppendFile:
         while self._bytes > _WAITING_BYTES and len(self._records) > 1:
             self._bytes -= len(self._records.popleft())
             self.dropped += 1
-        self._outputs.attempt(self._path, self._flush)
+        self._flush()
 
     def close(self) -> None:
-        """Write the records in memory and close the file."""
+        """Write the records in memory."""
         if self._records:
-            self._outputs.attempt(self._path, self._flush)
+            self._flush()
         if self.dropped:
             self._outputs.say(
                 f"warning: {self._path}: dropped the {self.dropped} oldest records, which did not fit memory"
             )
             self.dropped = 0
-        self._close()
 
     def _flush(self) -> None:
+        self._outputs.attempt(self._path, self._append)
+
+    def _append(self) -> None:
         """Write the records in memory, whole or not at all."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_writable(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            descriptor = self._open()
-            _write_all(descriptor, b"".join(self._records))
-        except OSError:
-            if self._descriptor is not None:
+            size = self._whole_size(os.fstat(descriptor))
+            os.ftruncate(descriptor, size)  # a record that failed, or those that a resumed run writes again
+            data = memoryview(b"".join(([] if size else [self._header]) + [*self._records]))
+            written = 0
+            try:
+                while written < len(data):  # on a nearly full disk, `os.write` may write fewer bytes
+                    written += os.write(descriptor, data[written:])
+            except OSError:
                 with contextlib.suppress(OSError):  # else the next attempt cuts it
-                    os.ftruncate(self._descriptor, self._size)
-            self._close()  # the next attempt opens it again
-            raise
-        self._size += self._bytes
+                    os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)  # network file systems report a full disk here
+        self._size = size + len(data)
         self._records.clear()
         self._bytes = 0
 
-    def _open(self) -> int:
-        """Open the current file, cut to its whole records."""
-        if self._descriptor is not None and not self._is_current(self._descriptor):
-            self._close()
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = open_writable(self._path, os.O_WRONLY | os.O_APPEND)
-            status = os.fstat(self._descriptor)
-            inode = status.st_dev, status.st_ino
-            # New, or back after its disk was away. A new file can have the inode of a removed one.
-            if inode != self._inode or status.st_size < self._size:
-                if self._inode is not None and status.st_size == 0:
+    def _whole_size(self, status: os.stat_result) -> int:
+        """Return the bytes of whole records in the file, which may be another one than before."""
+        inode = status.st_dev, status.st_ino
+        # New, or back after its disk was away. A new file can have the inode of a removed one.
+        if inode != self._inode or status.st_size < self._size:
+            if self._inode is None:
+                self._size = min(self._size, status.st_size)
+            else:
+                self._size = status.st_size
+                if not self._size:
                     self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
-                self._inode, self._size = inode, status.st_size
-            elif status.st_size > self._size:  # of a record that failed
-                os.ftruncate(self._descriptor, self._size)
-            if self._size == 0 and self._header:
-                _write_all(self._descriptor, self._header)
-                self._size = len(self._header)
-        return self._descriptor
-
-    def _is_current(self, descriptor: int) -> bool:
-        """Return whether the path still names the open file."""
-        try:
-            return os.path.samestat(os.lstat(self._path), os.fstat(descriptor))
-        except OSError:
-            return False
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            try:
-                os.close(descriptor)
-            except OSError as error:  # network file systems report a full disk here
-                self._outputs.attempt(self._path, functools.partial(_raise, error))
+            self._inode = inode
+        return self._size
 
 
 def lines_until(path: Path, step: int | None, step_of: Callable[[bytes], int]) -> list[bytes]:
@@ -271,14 +244,3 @@ def lines_until(path: Path, step: int | None, step_of: Callable[[bytes], int]) -
             break
         lines.append(line)
     return lines
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Write all bytes; `os.write` may write fewer on a nearly full disk."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import os
 import select
 import signal
@@ -98,16 +97,12 @@ class Preemption:
         os.set_blocking(self._write, False)
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
-            self._install()
+            watched = unignored(*STOP_SIGNALS, signal.SIGQUIT)
+            # The main thread runs handlers between two instructions. The descriptor gets the number at once.
+            self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._previous = {number: signal.signal(number, self._receive) for number in watched}
         self._start(self._watch_signals)
         return self
-
-    def _install(self) -> None:
-        """Install the signal handlers."""
-        watched = unignored(*STOP_SIGNALS, signal.SIGQUIT)
-        # The main thread runs Python handlers only between two instructions. The descriptor gets the number at once.
-        self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._receive) for number in watched}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Restore the previous signal handlers."""
@@ -139,7 +134,7 @@ class Preemption:
             self._joined = True
             self._wake()
             if self._channel is not None:
-                self._start(functools.partial(self._watch_processes, self._channel))
+                self._start(self._watch_processes, self._channel)
 
     def noticed(self, step: int) -> bool:
         """Return whether to save and stop.
@@ -194,9 +189,9 @@ class Preemption:
         elif time.monotonic() - self._interrupt_time > _REPEAT:
             raise KeyboardInterrupt
 
-    def _start(self, target: Callable[[], None]) -> None:
+    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
         # Daemons, because they outlive `__exit__` after a stop and must not keep the interpreter from exiting.
-        self._threads.append(threading.Thread(target=target, name="preemption", daemon=True))
+        self._threads.append(threading.Thread(target=target, args=arguments, name="preemption", daemon=True))
         self._threads[-1].start()
 
     def _wake(self) -> None:
@@ -268,11 +263,7 @@ class Preemption:
             self._stirred.clear()
 
     def _decide(self, tick: int) -> None:
-        """Set the call of `noticed` at which to stop, or leave.
-
-        Args:
-          tick: largest number of calls of all processes; 0: there is nothing to save.
-        """
+        """Stop at the call of `noticed` after the latest one, call `tick`; leave if there is nothing to save."""
         with self._condition:
             self._pending = True
             self._leaving = tick == 0

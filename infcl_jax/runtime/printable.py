@@ -17,9 +17,6 @@ def printable(line: str) -> str:
     Examples:
       >>> printable("caption \x1b[2J of\nanother line")
       'caption \\x1b[2J of\\nanother line'
-
-    Args:
-      line: one line, without its end.
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), line)
 
@@ -30,13 +27,9 @@ def one_line(error: BaseException) -> str:
 
 
 def write_last_line(line: str, descriptor: int | None = None) -> None:
-    """Write an escaped line at once, from any thread of a process that ends.
+    """Write an escaped line to a descriptor or stderr at once, from any thread of a process that ends.
 
     Python's buffers are left out, and other processes cannot interrupt the line.
-
-    Args:
-      line: one line, without its end.
-      descriptor: file descriptor; by default that of `sys.stderr`.
     """
     os.write(sys.stderr.fileno() if descriptor is None else descriptor, f"{printable(line)}\n".encode())
 

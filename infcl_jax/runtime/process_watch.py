@@ -52,18 +52,7 @@ class ProcessWatch:
     """
 
     def __init__(self, folder: Path, rank: int, count: int, *, start_timeout: int, lost_process_timeout: int) -> None:
-        """Redirect native logs and install the handler of crashes.
-
-        Args:
-          folder: folder of the logs `process-RANK.err` of all processes, created if missing.
-          rank: index of this process.
-          count: number of processes.
-          start_timeout: seconds until all processes must have started.
-          lost_process_timeout: seconds without a heartbeat after which a process is lost.
-
-        Raises:
-          OSError: the log cannot be written, or is a link.
-        """
+        """Redirect native logs to `folder/process-RANK.err`, and install the handler of crashes."""
         self.folder, self._rank, self._count = folder, rank, count
         self._start_timeout, self._lost_process_timeout = start_timeout, lost_process_timeout
         self._channel: Channel | None = None  # once all processes have joined
@@ -71,7 +60,7 @@ class ProcessWatch:
         self._failing, self._status = False, 1
         self._leaving = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = _log_path(folder, rank)
+        self.log = self._log_of(rank)
         self._started = time.time()
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._terminal = _redirect_stderr(self.log)
@@ -91,10 +80,8 @@ class ProcessWatch:
     def fail(self, error: Exception | Interrupted) -> None:
         """Tell the other processes that this one fails, and end it after `_SHUTDOWN` seconds.
 
-        All end with status 1, or that of `Interrupted`.
-
-        An error of JAX can be a collective that failed because a process is lost. Then this waits for the coordination
-        service to report it, which ends this process.
+        All end with status 1, or that of `Interrupted`. An error of JAX can be a collective that failed because a
+        process is lost. Then this waits for the coordination service to report it, which ends this process.
         """
         if self._failing:
             return
@@ -182,24 +169,27 @@ class ProcessWatch:
         for rank in range(self._count):
             notes = self._notes(rank)
             starts = re.findall(rf"{_STARTED} (\d{{1,12}})$", "\n".join(notes), re.MULTILINE)
-            if not starts or int(starts[-1]) < self._started - self._start_timeout:
-                late.append(rank)
-            elif _is_failure(notes[-1]):
+            fresh = bool(starts) and int(starts[-1]) >= self._started - self._start_timeout
+            if fresh and _is_failure(notes[-1]):
                 failed.append(notes[-1])
-            elif _STARTED not in notes[-1]:
-                late.append(rank)
-        missing = [f"without a start in {self.folder}: {_ranks(late)}"] if late else []
+            elif not fresh or _STARTED not in notes[-1]:
+                late.append(str(rank))
+        more = f" and {len(late) - 10} more" if len(late) > 10 else ""
+        missing = [f"without a start in {self.folder}: process {', '.join(late[:10])}{more}"] if late else []
         reasons = "; ".join(missing + failed[:3]) or "see the other processes"
         return f"expected {self._count} processes within {self._start_timeout} s, got fewer; {reasons}"
 
     def _notes(self, rank: int) -> list[str]:
         """Return the lines of the watch in the log of a process."""
         try:
-            with open_regular(_log_path(self.folder, rank)) as file:
+            with open_regular(self._log_of(rank)) as file:
                 lines = file.read().decode(errors="replace").splitlines()
         except (OSError, ValueError):
             return []
         return [line for line in lines if line.startswith(f"process {rank} ")]
+
+    def _log_of(self, rank: int) -> Path:
+        return self.folder / f"process-{rank}.err"
 
     def _named(self, ranks: list[int]) -> str:
         """Name processes with their hosts."""
@@ -212,16 +202,14 @@ class ProcessWatch:
         self._leave(f"{reason}; the same command resumes the run; native logs: {self.log}", RESUME)
 
     def _leave(self, reason: str, status: int) -> NoReturn:
-        with self._leaving:
-            self._exit(reason, status)
-
-    def _exit(self, reason: str, status: int) -> NoReturn:
         """Print the reason and exit without synchronizing with other processes."""
-        self._say(f"{reason}; exit status {status}")
-        if self._rank == 0:
-            time.sleep(_LEAD_LINGER)
-        self._note(f"process {self._rank} {_LEFT}: {reason}")  # last, since its absence says that the port is in use
-        os._exit(status)
+        with self._leaving:
+            self._say(f"{reason}; exit status {status}")
+            if self._rank == 0:
+                time.sleep(_LEAD_LINGER)
+            # Last, since its absence says that the port is in use.
+            self._note(f"process {self._rank} {_LEFT}: {reason}")
+            os._exit(status)
 
     def _say(self, line: str) -> None:
         """Print a line in one write, which other processes cannot interrupt."""
@@ -236,7 +224,7 @@ class ProcessWatch:
 
 
 def start(folder: Path, rank: int, count: int, **timeouts: int) -> ProcessWatch:
-    """Create the watch of this process, see `ProcessWatch`."""
+    """Create the watch of this process."""
     global _watch
     _watch = ProcessWatch(folder, rank, count, **timeouts)
     return _watch
@@ -244,10 +232,7 @@ def start(folder: Path, rank: int, count: int, **timeouts: int) -> ProcessWatch:
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """Report errors of the body to the other processes, which then exit.
-
-    Without a watch this does nothing.
-    """
+    """Report errors of the body to the other processes, which then exit."""
     try:
         yield
     except Exception as error:
@@ -262,10 +247,7 @@ def fail(error: Exception | Interrupted) -> None:
 
 
 def _is_collective(error: BaseException | None) -> bool:
-    """Return whether an error or a cause of it can come from a collective.
-
-    JAX raises some of them as `ValueError`.
-    """
+    """Return whether an error or a cause of it can come from a collective; JAX raises some as `ValueError`."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) or _COLLECTIVE.search(str(error)):
             return "RESOURCE_EXHAUSTED" not in str(error)
@@ -302,13 +284,3 @@ def _last_line(log: str) -> str:
 def _is_failure(reason: str) -> bool:
     """Return whether a line names a process that failed or crashed."""
     return re.search(rf"\b{_LEFT}: ({_FAILED}|{_CRASHED})\b", reason) is not None
-
-
-def _log_path(folder: Path, rank: int) -> Path:
-    return folder / f"process-{rank}.err"
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Name processes, at most ten of them."""
-    more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
-    return f"process {', '.join(map(str, ranks[:10]))}{more}"

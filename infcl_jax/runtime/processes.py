@@ -21,13 +21,6 @@ class Channel:
     """
 
     def __init__(self, client: Any, rank: int, count: int) -> None:
-        """Store the connection.
-
-        Args:
-          client: client of the coordination service.
-          rank: index of this process.
-          count: number of processes.
-        """
         self.rank, self.count = rank, count
         self._client, self._round = client, 0
 
@@ -100,29 +93,18 @@ def gather(value: Any) -> list[Any]:
 
 
 def union(values: Iterable[int]) -> list[int]:
-    """Gather the different integers of all processes.
+    """Gather the different integers of all processes, in ascending order.
 
     Every process must call this. It synchronizes the processes.
-
-    Args:
-      values: integers of this process.
-
-    Returns:
-      The values of all processes in ascending order, the same on each.
     """
     return sorted(set(itertools.chain.from_iterable(gather(sorted(map(int, set(values)))))))
 
 
 class LocalProcesses(NamedTuple):
-    """Number of processes that share resources with this one, itself included.
-
-    Attributes:
-      host: processes of this host.
-      cores: those that run on the same CPU cores; processes bound to other cores do not count.
-    """
+    """Number of processes that share resources with this one, itself included."""
 
     host: int
-    cores: int
+    cores: int  # bound to the same CPU cores
 
 
 def local_processes() -> LocalProcesses:

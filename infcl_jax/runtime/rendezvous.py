@@ -31,19 +31,12 @@ _ACCEPT = 0.1  # seconds between two looks at whether all processes are present
 
 
 class Address(NamedTuple):
-    """Address of the coordinator.
+    """Address of the coordinator."""
 
-    Attributes:
-      text: address as JAX reads it.
-      host: name or IP address of the host of process 0.
-      port: TCP port.
-      variable: environment variable that sets the port.
-    """
-
-    text: str
-    host: str
+    text: str  # as JAX reads it
+    host: str  # name or IP address of the host of process 0
     port: int
-    variable: str
+    variable: str  # environment variable that sets the port
 
     def in_use(self) -> ValueError:
         """Return the error of a port that another program uses."""
@@ -53,15 +46,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, variable: str = "COORDINATOR_ADDRESS") -> Address:
-    """Parse HOST:PORT.
-
-    Args:
-      text: host name, IPv4 address or IPv6 address in brackets, with a port.
-      variable: environment variable that sets the port, for messages.
-
-    Raises:
-      ValueError: the host is missing, or the port is not from 1 to 65535.
-    """
+    """Parse HOST:PORT, where HOST is a name, an IPv4 address or an IPv6 address in brackets."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[3]) < 65_536:
         raise ValueError(
@@ -81,13 +66,7 @@ def meet(
 ) -> None:
     """Wait until all processes of the run are present.
 
-    Args:
-      address: address of the coordinator.
-      rank: index of this process; process 0 listens.
-      count: number of processes.
-      watch: watch of this process, whose folder of logs identifies the run.
-      start_timeout: seconds until all processes must be present. After them, the watch ends this process.
-      lost_process_timeout: seconds without a heartbeat after which a process is lost.
+    The folder of logs of the watch identifies the run. After `start_timeout` seconds, the watch ends this process.
 
     Raises:
       ValueError: the port is in use by another run or program, the host has no address, or the processes disagree.
@@ -138,7 +117,7 @@ def meet(
 def _introduce(connection: socket.socket, hello: dict[str, Any], deadline: float) -> tuple[bool, bytes]:
     """Return whether something else than a process 0 answers, and the reply.
 
-    A connection that closes at once may be that of a forwarded port behind which nothing listens yet.
+    A forwarded port behind which nothing listens yet may close a connection at once.
     """
     with contextlib.suppress(OSError), connection.makefile("rb") as file:
         try:

@@ -27,23 +27,18 @@ _LONG_SECONDS = 10.0  # after which a plain log says what the run does
 
 @dataclasses.dataclass
 class _Reminder:
-    """Line about what takes long, said again each time the seconds have doubled.
+    """Line about what takes long, due again each time its seconds have doubled."""
 
-    Attributes:
-      since: clock at the start, in seconds.
-      after: seconds until the next line.
-      say: function that prints the line for a number of seconds.
-    """
+    since: float  # clock at the start, in seconds
+    after: float  # seconds until the line is due
+    line: Callable[[float], str]  # from the seconds since the start
 
-    since: float
-    after: float
-    say: Callable[[float], None]
-
-    def tick(self, now: float) -> None:
-        """Say the line if it is due."""
-        if (seconds := now - self.since) >= self.after:
-            self.after *= 2
-            self.say(seconds)
+    def due(self, now: float) -> str | None:
+        """Return the line if it is due."""
+        if (seconds := now - self.since) < self.after:
+            return None
+        self.after *= 2
+        return self.line(seconds)
 
 
 class RunConsole:
@@ -82,7 +77,7 @@ class RunConsole:
         self._text = ""  # of the live line
         self._busy: Callable[[], str] | None = None  # text of the live line, instead of the progress
         self._updated = -float("inf")
-        self._doing: tuple[str, _Reminder] | None = None  # what the run does
+        self._doing: _Reminder | None = None  # of what the run does
         self._reminders: list[_Reminder] = []
         self._contexts = contextlib.ExitStack()
 
@@ -140,15 +135,9 @@ class RunConsole:
         Args:
           what: phrase such as "reading the dataset"; None: train.
         """
-
-        def say(seconds: float) -> None:
-            line = f"{what} ... {seconds:.0f} s so far"
-            with self._lock:
-                self._write(line)
-                if not self._text:  # the live line has the seconds
-                    self._show(line)
-
-        self._doing = None if what is None else (what, _Reminder(self._clock(), _LONG_SECONDS, say))
+        self._doing = None
+        if what is not None:
+            self._doing = _Reminder(self._clock(), _LONG_SECONDS, lambda s: f"{what} ... {s:.0f} s so far")
 
     @contextlib.contextmanager
     def reminder(self, after: float, line: Callable[[float], str]) -> Iterator[None]:
@@ -158,7 +147,7 @@ class RunConsole:
           after: seconds until the first line.
           line: function from the seconds of the body to the line, called in a thread.
         """
-        reminder = _Reminder(self._clock(), after, lambda seconds: self.print(line(seconds)))
+        reminder = _Reminder(self._clock(), after, line)
         self._reminders.append(reminder)
         try:
             yield
@@ -168,10 +157,14 @@ class RunConsole:
     def tick(self) -> None:
         """Update the live line, and print the lines about what takes long that are due."""
         now, doing = self._clock(), self._doing
-        if doing is not None and self._lead:
-            doing[1].tick(now)
+        if self._lead and doing is not None and (line := doing.due(now)):
+            with self._lock:
+                self._write(line)
+                if not self._text:  # the live line has the seconds
+                    self._show(line)
         for reminder in tuple(self._reminders):
-            reminder.tick(now)
+            if line := reminder.due(now):
+                self.print(line)
         self._show_busy()
 
     def keep(self) -> None:
@@ -208,7 +201,7 @@ class RunConsole:
                 self._busy = None
                 if self._live is not None:
                     self._replace("")
-            self.doing(None if before is None else before[0])
+            self._doing = before
         if announced:
             self.progress([text()], due=True)
             self.keep()

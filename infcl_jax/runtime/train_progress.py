@@ -221,14 +221,7 @@ class TrainProgress:
 
 
 def peak_memory(devices: Iterable[jax.Device]) -> int | None:
-    """Return the peak memory of the fullest device; None if unknown.
-
-    Args:
-      devices: devices of this process.
-
-    Returns:
-      Bytes since the process started; None if the devices, such as CPUs, do not report them.
-    """
+    """Return the bytes of the fullest device at its peak since the start; None on CPUs, which do not report them."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
 

@@ -190,15 +190,13 @@ def _flock(file: int) -> bool | None:
     """Lock a file without waiting; None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
+    except OSError as error:
+        return False if isinstance(error, BlockingIOError) else None
     return True
 
 
 def _alive(holder: Holder, age: float, flocked: bool | None) -> bool:
-    """Return whether a process without `flock` is alive.
+    """Return whether a holder is alive whose file this process has locked, or could not lock (None).
 
     Args:
       holder: process named in the lock file.

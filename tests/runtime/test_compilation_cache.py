@@ -1,6 +1,6 @@
 """The compilation cache: on by default, complete entries only, one folder per host type."""
 
-import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from infcl_jax.run.devices import start_devices
 from infcl_jax.runtime import compilation_cache
-from infcl_jax.runtime.atomic_cache import AtomicCache
+from infcl_jax.runtime.file_io import user_cache
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
 
@@ -47,6 +47,14 @@ def cache_hits(settings):
     jax.monitoring.register_event_listener(listen)
     yield hits
     jax.monitoring.unregister_event_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("setting", "folder"), [("", "~/.cache/infcl_jax"), ("relative", "~/.cache/infcl_jax"), ("/a", "/a/infcl_jax")]
+)
+def test_only_an_absolute_xdg_folder_counts(setting, folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", setting)
+    assert user_cache() == Path(folder)
 
 
 def compile_one():
@@ -127,7 +135,7 @@ class Interrupted(Exception):
 @pytest.mark.parametrize("former", [None, b"former entry"])
 def test_a_reader_never_sees_a_part_of_an_entry(former, monkeypatch, tmp_path):
     """JAX's own cache fails this: it writes to the entry itself."""
-    cache = AtomicCache(str(tmp_path), max_size=-1)
+    cache = compilation_cache.file_cache()(str(tmp_path), max_size=-1)
     if former is not None:
         cache.put("key", former)
     seen, path_class = [], type(cache.path)
@@ -135,7 +143,7 @@ def test_a_reader_never_sees_a_part_of_an_entry(former, monkeypatch, tmp_path):
 
     def write_half(path, data):
         write_bytes(path, data[: len(data) // 2])
-        seen.append(AtomicCache(str(tmp_path), max_size=-1).get("key"))
+        seen.append(compilation_cache.file_cache()(str(tmp_path), max_size=-1).get("key"))
         raise Interrupted
 
     monkeypatch.setattr(path_class, "write_bytes", write_half)
@@ -164,7 +172,7 @@ def test_an_entry_that_cannot_be_read_is_replaced(user, cache_hits, recwarn):
 @pytest.mark.parametrize("setting", [None, "folder"])
 def test_without_atomic_writes_there_is_no_cache(setting, user, monkeypatch):
     """As with a version of JAX that lacks the private name."""
-    monkeypatch.setitem(sys.modules, "infcl_jax.runtime.atomic_cache", None)
+    monkeypatch.setattr(compilation_cache, "file_cache", lambda: getattr(jax_cache, "no_such_name"))  # noqa: B009
     lines = []
     compilation_cache.enable(setting and str(user / setting), lines.append)
     (line,) = lines

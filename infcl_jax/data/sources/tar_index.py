@@ -28,9 +28,8 @@ from infcl_jax.data.sources import captions, files, tar_scan
 from infcl_jax.data.sources.base import locate, starts_of
 from infcl_jax.data.sources.files import LARGEST_IMAGE, Files, FileStamp, check_size
 from infcl_jax.data.sources.tar_scan import Layout, ShardScan
-from infcl_jax.runtime.file_io import open_regular, parse_json, replacing
+from infcl_jax.runtime.file_io import open_regular, parse_json, replacing, user_cache
 from infcl_jax.runtime.progress import Progress
-from infcl_jax.runtime.user_cache import user_cache
 
 ENTRY_DTYPE = np.dtype(
     [

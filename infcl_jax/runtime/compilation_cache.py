@@ -92,7 +92,7 @@ def file_cache() -> Any:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    LRUCache.put = put_atomically  # type: ignore[method-assign]
+    LRUCache.put = put_atomically  # type: ignore[assignment]
     return LRUCache
 
 

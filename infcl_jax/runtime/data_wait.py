@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import functools
+import operator
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 
@@ -20,20 +22,6 @@ _WINDOW = 100  # steps whose median is the recent level
 _MIN_STEPS = 20  # steps before the first warning; the median of fewer is noise
 _QUIET_STEPS = 100  # least distance of two warnings
 _SLOW_FACTOR, _SLOW_SECONDS = 5.0, 10.0  # a slow step takes more than both, the factor times the median
-
-
-class _Batch(NamedTuple):
-    """Batch of a step, requested and returned at times in seconds."""
-
-    requested: float
-    returned: float
-    arrays: Any
-
-
-class _Resumed(NamedTuple):
-    """End of a pause, in seconds."""
-
-    time: float
 
 
 class DataWait:
@@ -65,7 +53,7 @@ class DataWait:
         """
         self._first = start + 1
         self._clock = clock
-        self._events: queue.SimpleQueue[_Batch | Any | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._recorded = threading.Condition()
         self._steps = 0
         self._seconds: collections.deque[tuple[float, float]] = collections.deque()  # of each step since `take`
@@ -81,16 +69,16 @@ class DataWait:
         """Return `next_batch()`, the batch of the next step."""
         requested = self._clock()
         arrays = next_batch()
-        self._events.put(_Batch(requested, self._clock(), arrays))
+        self._events.put(functools.partial(self._record_batch, requested, self._clock(), arrays))
         return arrays
 
     def step(self, metrics: Any) -> None:
         """Record the metrics of the last batch's step, which must not be donated."""
-        self._events.put(metrics)
+        self._events.put(functools.partial(self._record_step, metrics))
 
     def resume(self) -> None:
         """Note the end of a pause, such as an evaluation; it is no wait for the training loop."""
-        self._events.put(_Resumed(self._clock()))
+        self._events.put(functools.partial(setattr, self, "_resumed", self._clock()))
 
     def take(self, steps: int | None = None) -> tuple[float, float]:
         """Return the seconds of waiting and of all steps since the last call.
@@ -118,53 +106,46 @@ class DataWait:
     def _watch(self) -> None:
         while (event := self._events.get()) is not None:
             try:
-                self._record(event)
+                event()
             except Exception:  # the training loop raises the error of the same arrays
                 return
             del event  # frees the batch
 
-    def _record(self, event: _Batch | Any) -> None:
-        if isinstance(event, _Resumed):
-            self._resumed = event.time
-        elif isinstance(event, _Batch):
-            self._host = max(0.0, event.requested - max(self._ready, self._resumed))
-            self._start = max(self._ready, event.requested)
-            on_devices = any(hasattr(leaf, "block_until_ready") for leaf in jax.tree.leaves(event.arrays))
-            jax.block_until_ready(event.arrays)
-            arrived = self._clock() if on_devices else event.returned
-            self._arrived = max(self._start, arrived)
-        else:
-            jax.block_until_ready(event)
-            self._ready = self._clock()
-            if self._steps:  # the first one includes compilation
-                self._warn_if_slow(
-                    self._first + self._steps,
-                    {
-                        "for the training loop": self._host,
-                        "for data": self._arrived - self._start,
-                        "for the devices": self._ready - self._arrived,
-                    },
-                )
-            with self._recorded:
-                self._steps += 1
-                self._recorded.notify_all()
-                self._seconds.append((self._arrived - self._start, self._ready - self._start))
+    def _record_batch(self, requested: float, returned: float, arrays: Any) -> None:
+        """Wait for a batch that was requested and returned at times in seconds."""
+        self._host = max(0.0, requested - max(self._ready, self._resumed))
+        self._start = max(self._ready, requested)
+        on_devices = any(hasattr(leaf, "block_until_ready") for leaf in jax.tree.leaves(arrays))
+        jax.block_until_ready(arrays)
+        self._arrived = max(self._start, self._clock() if on_devices else returned)
 
-    def _warn_if_slow(self, step: int, waits: dict[str, float]) -> None:
-        """Print a line if a step is slow.
+    def _record_step(self, metrics: Any) -> None:
+        """Wait for the results of a step."""
+        jax.block_until_ready(metrics)
+        self._ready = self._clock()
+        waited, total = self._arrived - self._start, self._ready - self._start
+        if self._steps:  # the first one includes compilation
+            self._warn_if_slow(self._host + total, waited)
+        with self._recorded:
+            self._steps += 1
+            self._recorded.notify_all()
+            self._seconds.append((waited, total))
 
-        Args:
-          step: finished step.
-          waits: seconds by what it waited for.
-        """
-        total = sum(waits.values())
+    def _warn_if_slow(self, total: float, waited: float) -> None:
+        """Print a line if a step is slow, which took `total` seconds and waited for data."""
+        step = self._first + self._steps
         if len(self._recent) >= _MIN_STEPS and step >= self._quiet_until:
             median = statistics.median(self._recent)
             if total > max(_SLOW_FACTOR * median, _SLOW_SECONDS):
                 self._quiet_until = step + _QUIET_STEPS
-                cause = max(waits, key=waits.__getitem__)
+                waits = (
+                    ("the training loop", self._host),
+                    ("data", waited),
+                    ("the devices", self._ready - self._arrived),
+                )
+                cause, seconds = max(waits, key=operator.itemgetter(1))
                 print_line(
                     f"warning: {process_prefix()}step {step} took {total:.1f} s (median {median:.2f} s), "
-                    f"{waits[cause]:.1f} s of it waiting {cause}"
+                    f"{seconds:.1f} s of it waiting for {cause}"
                 )
         self._recent.append(total)

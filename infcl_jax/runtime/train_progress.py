@@ -13,6 +13,14 @@ import jax
 from infcl_jax.runtime.progress import format_rate, format_seconds
 from infcl_jax.runtime.run_console import RunConsole
 
+# Metric, factor and text of fields of the console.
+_FIELDS = (
+    ("mfu", 100, "MFU {:.1f} %"),
+    ("data/wait_fraction", 100, "data wait {:.0f} %"),
+    ("memory/peak_bytes", 2**-30, "memory {:.1f} GiB"),
+    ("logit_scale", 1, "scale {:.2f}"),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pauses:
@@ -140,7 +148,7 @@ class TrainProgress:
         measured = {}
         if due:
             if not first:
-                self.examples_per_second = _ratio((step - self._due[0]) * self._batch_size, now - self._due[1])
+                self.examples_per_second = self._rate(self._due, step, now)
             self._due = (step, now)
             self._first = self._first or self._due
             measured = self._measure()
@@ -181,43 +189,37 @@ class TrainProgress:
         fields = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"]
         if "loss" in scalars:
             fields.append(f"loss {scalars['loss']:.4f}")
-        if left := self._left(step, now):
-            fields.append(f"left {left}")
-        if (rate := self.examples_per_second or self._mean_rate(step, now)) is not None:
+        mean = self._rate(self._first, step, now)
+        if mean is not None:
+            fields.append(f"left {self._left(step, mean)}")
+        if (rate := self.examples_per_second or mean) is not None:
             fields.append(f"{format_rate(rate)} {self._unit}/s")
             if self._devices > 1:
                 fields.append(f"{format_rate(rate / self._devices)} per device")
-        if "mfu" in scalars:
-            fields.append(f"MFU {100 * scalars['mfu']:.1f} %")
-        if "data/wait_fraction" in scalars:
-            fields.append(f"data wait {100 * scalars['data/wait_fraction']:.0f} %")
-        if "memory/peak_bytes" in scalars:
-            fields.append(f"memory {scalars['memory/peak_bytes'] / 2**30:.1f} GiB")
-        if "logit_scale" in scalars:
-            fields.append(f"scale {scalars['logit_scale']:.2f}")
+        for name, factor, text in _FIELDS:
+            if name in scalars:
+                fields.append(text.format(factor * scalars[name]))
         if "grad_norm" in scalars:
             prefix = "grad_norm/"
             towers = [f"{name.removeprefix(prefix)} {scalars[name]:.3g}" for name in scalars if name.startswith(prefix)]
             fields.append(f"grad norm {scalars['grad_norm']:.3g}" + (f" ({', '.join(towers)})" if towers else ""))
         return fields
 
-    def _mean_rate(self, step: int, now: float) -> float | None:
-        """Return the examples per second since the first update; None at that one."""
-        if self._first is None or step == self._first[0]:
+    def _rate(self, since: tuple[int, float] | None, step: int, now: float) -> float | None:
+        """Return the examples per second since a step and time; None if nothing is measured yet."""
+        if since is None or step == since[0] or now <= since[1]:  # a coarse clock can measure 0 seconds
             return None
-        return _ratio((step - self._first[0]) * self._batch_size, now - self._first[1])
+        return (step - since[0]) * self._batch_size / (now - since[1])
 
-    def _left(self, step: int, now: float) -> str:
-        """Format the time left; empty before it is known."""
-        if (rate := self._mean_rate(step, now)) is None:
-            return ""
-        seconds, unknown = self._batch_size / rate * (self._total_steps - step), []
+    def _left(self, step: int, rate: float) -> str:
+        """Format the time left at a rate of examples per second."""
+        seconds, unknown = self._batch_size / rate * (self._total_steps - step), ""
         for kind, count in self._pauses.left(step).items():
             if kind in self._durations:
                 seconds += count * self._durations[kind]
             elif count and kind == "evaluation":  # the first checkpoints are short against the rest
-                unknown.append(f" + {count} evaluation{'s' if count > 1 else ''}")
-        return format_seconds(seconds) + "".join(unknown)
+                unknown = f" + {count} evaluation{'s' if count > 1 else ''}"
+        return format_seconds(seconds) + unknown
 
 
 def peak_memory(devices: Iterable[jax.Device]) -> int | None:
@@ -228,9 +230,3 @@ def peak_memory(devices: Iterable[jax.Device]) -> int | None:
 
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _ratio(amount: float, per: float) -> float | None:
-    """Divide; None unless the divisor is positive."""
-    # A coarse clock can measure 0 seconds.
-    return amount / per if per > 0 else None

@@ -31,23 +31,14 @@ _POLL = 0.5  # seconds between two attempts
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Process that holds a lock.
+    """Process that holds a lock."""
 
-    Attributes:
-      host: name of its host.
-      boot: ID of the boot of its host, which also tells hosts of the same name apart.
-      pid: process ID.
-      start: start time of the process in clock ticks since the boot; tells reused process IDs apart.
-      since: time at which it took the lock, in seconds since the Unix epoch.
-      job: SLURM job ID, if any.
-    """
-
-    host: str
-    boot: str
+    host: str  # name
+    boot: str  # ID of the boot of its host, which also tells hosts of the same name apart
     pid: int
-    start: int
-    since: float
-    job: str | None
+    start: int  # in clock ticks since the boot; tells reused process IDs apart
+    since: float  # Unix time at which it took the lock, in seconds
+    job: str | None  # SLURM job ID
 
     @classmethod
     def own(cls) -> Holder:
@@ -56,7 +47,6 @@ class Holder:
         return cls(socket.gethostname(), _boot_id(), pid, _start_time(pid), time.time(), job)
 
     def __str__(self) -> str:
-        """Format as "process 12 on host a since 2026-11-23 10:00:00 UTC"."""
         since = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
         job = f" (SLURM job {self.job})" if self.job else ""
         return f"process {self.pid} on host {self.host}{job} since {since:%Y-%m-%d %H:%M:%S} UTC"
@@ -163,11 +153,9 @@ class WorkdirLock:
 
     def _read(self) -> str | None:
         """Return the content of the lock file; None if it cannot be read."""
-        try:
-            with open_regular(self._path) as file:
-                return _read(file.fileno())
-        except (OSError, ValueError):
-            return None
+        with contextlib.suppress(OSError, ValueError), open_regular(self._path) as file:
+            return _read(file.fileno())
+        return None
 
     def _beat(self) -> None:
         """Touch the file until the release.
@@ -179,8 +167,7 @@ class WorkdirLock:
             text = self._read()
             if text is not None and text != self._text:
                 taker = _parse(text) or "another process"
-                line = f"workdir {self._workdir} was taken over by {taker}; ended this run"
-                write_last_line(line)
+                write_last_line(f"workdir {self._workdir} was taken over by {taker}; ended this run")
                 os._exit(RESUME)
             with contextlib.suppress(OSError):  # a file system that fails now may work at the next beat
                 os.utime(self._file)
@@ -196,13 +183,7 @@ def _flock(file: int) -> bool | None:
 
 
 def _alive(holder: Holder, age: float, flocked: bool | None) -> bool:
-    """Return whether a holder is alive whose file this process has locked, or could not lock (None).
-
-    Args:
-      holder: process named in the lock file.
-      age: seconds since its last heartbeat.
-      flocked: result of `_flock`, True or None.
-    """
+    """Return whether a holder is alive, `age` seconds after its heartbeat, whose file is not locked by another."""
     if holder.boot != _boot_id():
         return age < STALE
     return flocked is None and _start_time(holder.pid) == holder.start
@@ -229,8 +210,6 @@ def _owner(path: Path) -> str:
         return path.owner()
     except KeyError:
         return f"user {path.stat().st_uid}"
-    except OSError:
-        return "another user"
 
 
 def _boot_id() -> str:
@@ -242,10 +221,7 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since the boot.
-
-    It is -1 without such a process and outside Linux.
-    """
+    """Return the start time of a process in clock ticks since the boot; -1 without it and outside Linux."""
     try:
         # Field 22 of proc_pid_stat(5); the name of the program before it may contain spaces.
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])

@@ -8,12 +8,29 @@ import resource
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 MEMORY = 2**29  # bytes that one input may add to the process
 SECONDS = 60  # no input takes ten
+
+
+def describe(error: BaseException) -> str:
+    """Name an error and the line that raised it."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:300]!r}"
+
+
+def counts_of(description: str, count: int, **options: str) -> argparse.Namespace:
+    """Parse the flags of a script: the number of its inputs, their first seed, and switches with their meanings."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    for name, meaning in options.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
+    return parser.parse_args()
 
 
 Run = Callable[[str, int, Path], dict[str, Any]]

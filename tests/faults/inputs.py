@@ -8,11 +8,9 @@ are damaged or hostile, or with special files such as FIFOs. It goes through `lo
 one line. Each input runs in a process of its own, which must neither crash, hang nor take more than `MEMORY` bytes.
 """
 
-import argparse
 import functools
 import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from infcl_jax.data.decode import decode_example
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.training import train_bpe
 from tests.faults import captions, images, special_files, tables, tars
-from tests.faults.apart import count_outcomes
+from tests.faults.apart import count_outcomes, counts_of, describe
 from tests.faults.case import Case
 
 SIDE = 16  # pixels
@@ -146,17 +144,12 @@ def run(kind: str, seed: int, folder: Path) -> dict[str, Any]:
         assert os.listdir(folder) == ["input"], "something is written outside of the folder of the input"
         return {"name": case.name, "counts": counts, "problem": ""}
     except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        problem = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:300]}"
-        return {"name": case.name if case else "?", "counts": {}, "problem": problem}
+        return {"name": case.name if case else "?", "counts": {}, "problem": describe(error)}
 
 
 def main() -> None:
     """Read the inputs of the flags and print the outcomes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=700)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = counts_of(__doc__, 700)
     warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # the forks run no JAX
     for kind in TOKENIZERS:
         tokenizer(kind)  # before the forks

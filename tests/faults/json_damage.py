@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,13 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in ((content, key), *places(content[key]))]
 
 
-def damage_json(content: Any, rng: np.random.Generator) -> tuple[str, str]:
+def damage_json(content: Any, rng: np.random.Generator, values: Sequence[Any] = WRONG) -> tuple[str, str]:
     """Damage one or two values.
 
     Args:
-      content: a JSON object.
+      content: JSON, which is not changed.
       rng: random numbers.
+      values: values to put in the place of others.
 
     Returns:
       Name of the damage, and the text of the damaged content.
@@ -49,15 +51,15 @@ def damage_json(content: Any, rng: np.random.Generator) -> tuple[str, str]:
     for _ in range(1 + int(rng.random() < 0.2)):
         options = places(content)
         if rng.random() < 0.05 or not options:
-            return "whole", _text(choose(WRONG, rng))
+            return "whole", _text(choose(values, rng))
         container, key = choose(options, rng)
         kind = choose(("wrong", "wrong", "wrong", "missing", "repeated", "unknown"), rng)
         if kind == "missing":
             del container[key]
         elif kind == "wrong" or isinstance(container, list):
-            container[key] = choose(WRONG, rng)
+            container[key] = choose(values, rng)
         else:
-            container[(_AGAIN if kind == "repeated" else "unknown ") + str(key)] = choose(WRONG, rng)
+            container[(_AGAIN if kind == "repeated" else "unknown ") + str(key)] = choose(values, rng)
         names.append(kind)
     return " ".join(names), _text(content)
 

@@ -23,29 +23,19 @@ LIMIT = 600  # seconds for one phase, on a busy machine
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """End of the other processes after one was lost.
+    """End of the other processes after one was lost."""
 
-    Attributes:
-      seconds: time from the signal to the end of the last process.
-      statuses: exit statuses.
-      lines: lines on stderr of each process.
-      step: last checkpoint.
-      resumed: exit statuses of the resumed run.
-    """
-
-    seconds: float
+    seconds: float  # from the signal to the end of the last process
     statuses: list[int]
-    lines: list[list[str]]
-    step: int
-    resumed: list[int]
+    lines: list[list[str]]  # of each process on stderr
+    step: int  # of the last checkpoint
+    resumed: list[int]  # exit statuses of the resumed run
 
 
 def start(workdir: Path, processes: int, steps: int, **changes):
     """Start a run as several processes of one device each."""
     config = runs.config(total_steps=steps, checkpoint_every=EVERY, log_every=EVERY, **changes)
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": str(processes)}
-    arguments = [f"--workdir={workdir}", *runs.flags(config)]
-    return [runs.start("experiments.train", *arguments, PROCESS_ID=str(rank), **cluster) for rank in range(processes)]
+    return runs.start_cluster(processes, "experiments.train", f"--workdir={workdir}", *runs.flags(config))
 
 
 def lose(workdir: Path, rank: int, by: signal.Signals, *, timeout: int, processes: int = PROCESSES) -> Outcome:
@@ -66,16 +56,10 @@ def lose(workdir: Path, rank: int, by: signal.Signals, *, timeout: int, processe
             process.kill()
         started[rank].communicate()  # closes its pipes
     step = latest_step(workdir)
-    resumed = start(workdir, processes // 2, step + EVERY)
-    try:
-        for process in resumed:
-            process.communicate(timeout=LIMIT)
-    finally:
-        for process in resumed:
-            process.kill()
+    resumed = runs.finish(*start(workdir, processes // 2, step + EVERY), seconds=LIMIT)
     assert latest_step(workdir) == step + EVERY
     statuses = [process.returncode for process in others]
-    return Outcome(seconds, statuses, errors, step, [process.returncode for process in resumed])
+    return Outcome(seconds, statuses, errors, step, [end.returncode for end in resumed])
 
 
 def latest_step(workdir: Path) -> int:

@@ -27,6 +27,7 @@ from infcl_jax import run
 from infcl_jax.evaluation.tasks import load_tasks
 from infcl_jax.models import TOWERS
 from infcl_jax.settings import SETTINGS, Range, Setting, make_config, with_total_steps
+from tests.faults.case import choose
 
 MEMORY = 2**34  # bytes of the planned device
 TINY = {
@@ -51,25 +52,15 @@ _NOT_RUN = {"compilation_cache", "cache_frozen", "num_workers", "cpu_devices"}  
 
 
 class Draw(NamedTuple):
-    """Values of settings as text.
-
-    Attributes:
-      values: text by name.
-      wrong: whether a value is outside of its setting's type, range or choices.
-    """
+    """Values of settings as text."""
 
     values: dict[str, str]
-    wrong: bool
+    wrong: bool  # whether a value is outside of its setting's type, range or choices
 
     @property
     def arguments(self) -> list[str]:
         """Command-line form, on top of the tiny run."""
         return [f"--config.{name}={value}" for name, value in (TINY | self.values).items()]
-
-
-def choose(options: Any, rng: np.random.Generator) -> Any:
-    """Choose one of a sequence."""
-    return options[int(rng.integers(len(options)))]
 
 
 def draw(rng: np.random.Generator) -> Draw:

@@ -20,10 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import runs  # noqa: E402
+from tests import runs
+from tests.faults.lost_process import latest_step
 
 RESUME = 75  # the documented status, not that of the code
 LIMIT = 10.0  # seconds from the signal to the end of the last process
@@ -35,38 +33,23 @@ RANKS = [(processes, rank) for processes in (1, 2, 4) for rank in range(processe
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One try.
-
-    Attributes:
-      number: signal.
-      processes: processes of the run.
-      rank: rank that gets the signal.
-      started: whether the signal waits for the first step.
-      delay: seconds between the signal handlers or the first step and the signal.
-    """
+    """One try: a signal to a rank of a run."""
 
     number: signal.Signals
     processes: int
     rank: int
-    started: bool
-    delay: float
+    started: bool  # whether the signal waits for the first step
+    delay: float  # seconds between the signal handlers or the first step and the signal
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of one try.
-
-    Attributes:
-      case: the try.
-      seconds: time from the signal to the end of the last process.
-      saved: step of the checkpoint; None without one.
-      fault: what is wrong, empty if nothing is.
-    """
+    """Result of one try."""
 
     case: Case
-    seconds: float
-    saved: int | None
-    fault: str
+    seconds: float  # from the signal to the end of the last process
+    saved: int | None  # step of the checkpoint
+    fault: str  # what is wrong, empty if nothing is
 
 
 def cases(count: int, seed: int) -> list[Case]:
@@ -84,9 +67,7 @@ def cases(count: int, seed: int) -> list[Case]:
 def run_case(case: Case, workdir: Path) -> Outcome:
     """Start a run, send the signal, and judge how its processes end."""
     settings = runs.config(total_steps=100_000, eval_every=20, log_every=1_000, stop_timeout=int(HANG))
-    cluster = {"COORDINATOR_ADDRESS": f"127.0.0.1:{runs.free_port()}", "NUM_PROCESSES": str(case.processes)}
-    arguments = ["experiments.train", f"--workdir={workdir}", *runs.flags(settings)]
-    processes = [runs.start(*arguments, PROCESS_ID=str(rank), **cluster) for rank in range(case.processes)]
+    processes = runs.start_cluster(case.processes, "experiments.train", f"--workdir={workdir}", *runs.flags(settings))
     try:
         deadline = time.monotonic() + START
         while not all(map(_handles_signals, processes)) or (case.started and not (workdir / "config.json").exists()):
@@ -105,8 +86,7 @@ def run_case(case: Case, workdir: Path) -> Outcome:
             process.kill()
         errors = [process.communicate()[1] for process in processes]
     lines = {line for text in errors for line in text.splitlines() if line.startswith("asked to stop")}
-    steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]
-    saved = max(steps, default=None)
+    saved = latest_step(workdir) or None
     expected = f"saved step {saved};" if saved else "no new step to save;"
     fault = ""
     if hung:
@@ -131,22 +111,19 @@ def _handles_signals(process) -> bool:
 def run(count: int, seed: int = 0) -> list[Outcome]:
     """Run all tries and print each."""
     # Processes inherit ignored signals, and a shell's background jobs ignore SIGINT.
-    previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     outcomes = []
-    try:
-        for number, case in enumerate(cases(count, seed), 1):
-            with tempfile.TemporaryDirectory() as folder:
-                outcomes.append(run_case(case, Path(folder, "run")))
-            last = outcomes[-1]
-            moment = f"{case.delay:.1f} s after the {'first step' if case.started else 'start'}"
-            print(
-                f"{number:>3}/{count} {case.number.name} to rank {case.rank} of {case.processes}, {moment}: out after "
-                f"{last.seconds:.1f} s, saved step {last.saved}{'  FAULT ' + last.fault if last.fault else ''}",
-                flush=True,
-            )
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    for number, case in enumerate(cases(count, seed), 1):
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(run_case(case, Path(folder, "run")))
+        last = outcomes[-1]
+        moment = f"{case.delay:.1f} s after the {'first step' if case.started else 'start'}"
+        print(
+            f"{number:>3}/{count} {case.number.name} to rank {case.rank} of {case.processes}, {moment}: out after "
+            f"{last.seconds:.1f} s, saved step {last.saved}{'  FAULT ' + last.fault if last.fault else ''}",
+            flush=True,
+        )
     return outcomes
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests import runs
+from tests.faults.lost_process import latest_step
 
 RESUME = 75  # the documented status, not that of the code
 IN_USE = "the coordinator's port is in use by another run or program: "
@@ -28,15 +29,10 @@ LIMIT = 400  # seconds for one row, on a busy machine
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """End of a process.
+    """End of a process."""
 
-    Attributes:
-      status: exit status, negative for a signal.
-      lines: lines on stderr.
-    """
-
-    status: int
-    lines: list[str]
+    status: int  # negative for a signal
+    lines: list[str]  # on stderr
 
 
 def start(workdir: Path, port: int | str, ranks: Sequence[int], *, steps: int = 20, count: int = 2, **changes):
@@ -138,7 +134,7 @@ def restart(folder: Path) -> list[End]:
     with running(folder, port) as job:
         for process in job:
             process.kill()
-    return end(start(folder, port, (1, 0), steps=latest(folder) + 20))
+    return end(start(folder, port, (1, 0), steps=latest_step(folder) + 20))
 
 
 def replaced(folder: Path) -> list[End]:
@@ -149,11 +145,6 @@ def replaced(folder: Path) -> list[End]:
         again = start(folder, port, [1], steps=20)
         ends = end(job[:1])
     return ends + end([*again, *start(folder, port, [0], steps=20)])
-
-
-def latest(folder: Path) -> int:
-    """Return the step of the latest checkpoint, 0 without one."""
-    return max((int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
 
 
 def signaled(folder: Path, number: signal.Signals, seconds: float, ranks: Sequence[int] = (0,)) -> list[End]:

@@ -3,7 +3,8 @@
 import signal
 
 import pytest
-from faults.signals import Case, run_case
+
+from tests.faults.signals import Case, run_case
 
 
 @pytest.mark.parametrize(

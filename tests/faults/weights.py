@@ -8,7 +8,6 @@ input must load, with weights of the right shapes and texts of valid ids, or be 
 `OSError`. Each runs in a process of its own, which must neither crash, hang nor take more than `MEMORY` bytes.
 """
 
-import argparse
 import contextlib
 import functools
 import gzip
@@ -16,7 +15,6 @@ import json
 import os
 import struct
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,7 @@ from infcl_jax.models.convert.open_clip import COUNTERS
 from infcl_jax.models.convert.tensor_files import read_tensors
 from infcl_jax.models.convert.weight_map import flat_shapes
 from tests.faults import torch_files
-from tests.faults.apart import count_outcomes
+from tests.faults.apart import count_outcomes, counts_of, describe
 from tests.faults.case import choose
 from tests.faults.json_damage import WRONG, damage_bytes, damage_json
 
@@ -258,20 +256,14 @@ def run(kind: str, seed: int, folder: Path) -> dict[str, Any]:
         outcome = "no file" if isinstance(error, FileNotFoundError) else "refused"
         return {"name": case.name, "counts": {outcome: 1}, "line": line[:200], "problem": problem[:300]}
     except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        problem = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:200]!r}"
-        return {"name": case.name, "counts": {"opaque": 1}, "problem": problem}
+        return {"name": case.name, "counts": {"opaque": 1}, "problem": describe(error)}
     touched = "something is written" if (folder / "touched").exists() else ""
     return {"name": case.name, "counts": {"loaded": 1}, "problem": touched}
 
 
 def main() -> None:
     """Load the inputs of the flags and print the outcomes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=420)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lines", action="store_true", help="print the message of every refusal")
-    arguments = parser.parse_args()
+    arguments = counts_of(__doc__, 420, lines="print the message of every refusal")
     warnings.filterwarnings("ignore", "This process .* is multi-threaded|os.fork")  # the forks start no computation
     for library in ("open_clip_vit", "open_clip_resnet", "hugging_face_clip", "hugging_face_siglip"):
         with tempfile.TemporaryDirectory() as folder:  # traces the models before the forks

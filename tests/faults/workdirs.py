@@ -7,7 +7,6 @@ are then read. Each reader must succeed or raise an error of one line that names
 that it leaves out.
 """
 
-import argparse
 import collections
 import contextlib
 import json
@@ -16,7 +15,6 @@ import resource
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,9 @@ from infcl_jax.training.checkpoint_folder import CheckpointFolder
 from infcl_jax.training.manifest import read_results, write_manifest
 from infcl_jax.training.safeguards import Safeguards
 from infcl_jax.training.writers import CsvFile, Target
+from tests.faults.apart import counts_of, describe
 from tests.faults.case import BYTES, choose
+from tests.faults.json_damage import damage_json
 
 SECONDS = 10  # no case takes one
 MEMORY = 4 * 2**30  # bytes that all cases may add to the process
@@ -117,34 +117,15 @@ def _picture(path: Path, rng: np.random.Generator) -> None:
 
 
 def _json(path: Path, rng: np.random.Generator) -> None:
-    """Replace, add, rename or delete values of JSON."""
+    """Damage the values of JSON."""
     changed = []
     text = path.read_text(errors="replace")
     for line in text.split("\n") if path.suffix == ".jsonl" else [text]:
         try:
-            content = json.loads(line)
+            changed.append(damage_json(json.loads(line), rng, VALUES)[1])
         except ValueError:  # another kind of file
             changed.append(line)
-            continue
-        for _ in range(rng.integers(1, 4)):
-            content = _changed(content, rng)
-        changed.append(json.dumps(content))
     path.write_text("\n".join(changed))
-
-
-def _changed(content: Any, rng: np.random.Generator) -> Any:
-    """Change one value at a random depth."""
-    if not content or not isinstance(content, dict | list) or rng.random() < 0.1:
-        return choose(VALUES, rng)
-    keys: tuple = tuple(content) if isinstance(content, dict) else tuple(range(len(content)))
-    key, kind = choose(keys, rng), rng.random()
-    if kind < 0.1:
-        del content[key]
-    elif kind < 0.2 and isinstance(content, dict):
-        content[choose(("step", "time", "", HOSTILE, "a.b.c", "__class__", "lock"), rng)] = content.pop(key)
-    else:
-        content[key] = _changed(content[key], rng)
-    return content
 
 
 def _special(path: Path, rng: np.random.Generator) -> None:
@@ -259,18 +240,13 @@ def run(seed: int, folder: Path) -> dict[str, str]:
             if plain and named and "\n" not in text and len(text) < 2000:
                 outcomes[reader] = "refused"
                 continue
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            at = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
-            outcomes[reader] = f"{kind} in {name}: {at}: {text[:200]!r}"
+            outcomes[reader] = f"{kind} in {name}: {describe(error)}"
     return outcomes
 
 
 def main() -> None:
     """Read the work directories of the flags and print the outcomes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = counts_of(__doc__, 600)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
     counts: dict[str, collections.Counter] = {reader: collections.Counter() for reader in READERS}

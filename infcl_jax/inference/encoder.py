@@ -26,7 +26,7 @@ from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
 from infcl_jax.inference.prompts import Prompts, class_embeddings
 from infcl_jax.models import CLIP, CLIPConfig, config_of, save_pretrained
 from infcl_jax.models.convert import ExportFormat
-from infcl_jax.models.prefix import prefix_model
+from infcl_jax.models.registry import prefix_model
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.runtime.mesh import to_host
 

@@ -8,15 +8,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Integer
 
-from infcl_jax.models.layers import normal
-from infcl_jax.models.transformer import (
-    RESIDUAL,
-    Mlp,
-    SelfAttention,
-    feature_projection,
-    layer_norm,
-    rematerialized,
-)
+from infcl_jax.models.layers import LayerNorm, feature_projection, normal
+from infcl_jax.models.transformer import RESIDUAL, Mlp, SelfAttention, rematerialized
 from infcl_jax.models.transformer_config import TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
 from infcl_jax.ops.linear import route_gradient
@@ -56,7 +49,7 @@ class BertBlock(nn.Module):
 
         def add_and_normalize(x: jax.Array, y: jax.Array, bias: jax.Array, number: int) -> jax.Array:
             y = nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(route_gradient(y, bias))
-            return layer_norm(c, f"ln_{number}")(x + y)
+            return LayerNorm(c, name=f"ln_{number}")(x + y)
 
         attended = SelfAttention(c, self.positions, name="attn")(x, key_mask=key_mask)
         x = checkpoint_name(add_and_normalize(x, *attended, 1), RESIDUAL)
@@ -136,7 +129,7 @@ class Bert(nn.Module):
         token_type = table("token_type_embedding", self.token_types)[:1].astype(jnp.float32)
         shifts = positions[self.position_offset :][: tokens.shape[1]] + token_type
         x = embed_tokens(table("token_embedding", self.vocab_size), shifts, tokens, c.dtype)
-        x = layer_norm(c, "ln_embed")(x)
+        x = LayerNorm(c, name="ln_embed")(x)
         return nn.Dropout(c.dropout, deterministic=not train, name="drop_embed")(x)
 
     def _pooled(

@@ -3,43 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from infcl_jax.models.bert import BertPool, BertProjection
 from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD, Interpolation, ResizeMode
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.text import TextPool
-from infcl_jax.models.transformer_config import Projection, Remat, TransformerConfig, float_dtype_name
+from infcl_jax.models.transformer_config import Projection, TowerConfig, TransformerConfig, canonicalize_dtypes
 from infcl_jax.models.vit import Pool, PosEmbed
-from infcl_jax.ops.attention.api import AttentionImplementation
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.common.checks import check_choice, check_positive_int, check_rate
-from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
-
-if TYPE_CHECKING:
-    from infcl_jax.models.text_pair import TextPairConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TowerConfig:
-    """Configuration of one tower's transformer.
-
-    `TransformerConfig` describes the fields and their valid values.
-
-    Attributes:
-      activation: activation of the MLPs; None for the model's.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    mlp_ratio: float = 4.0
-    activation: Activation | None = None
-    norm_epsilon: float = LAYER_NORM_EPSILON
-    layer_scale: float | None = None
-    dropout: float = 0.0
-    remat: Remat | None = None
-    attention: AttentionImplementation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,9 +190,7 @@ class CLIPConfig:
 
     def __post_init__(self) -> None:
         check_positive_int("embed_dim", self.embed_dim)
-        for name in ("dtype", "param_dtype", "feature_dtype"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
+        canonicalize_dtypes(self, "dtype", "param_dtype", "feature_dtype")
         for name in ("image_mean", "image_std"):
             values = tuple(getattr(self, name))
             if len(values) != 3 or (name == "image_std" and min(values) <= 0):
@@ -263,12 +234,8 @@ def config_from_json(content: Mapping[str, Any]) -> CLIPConfig:
         raise ValueError(f"expected the fields of a model of this version, got {error!r}") from error
 
 
-def transformer_config(config: "CLIPConfig | TextPairConfig", tower: str) -> TransformerConfig:
-    """Return the transformer configuration of one tower.
-
-    Args:
-      config: model configuration.
-      tower: "vision" or "text".
+def transformer_config(config: Any, tower: str) -> TransformerConfig:
+    """Return the transformer configuration of the tower "vision" or "text" of a `CLIPConfig` or `TextPairConfig`.
 
     Raises:
       ValueError: the tower's fields are inconsistent with each other or with the model's dtype; the message starts with

@@ -11,8 +11,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from infcl_jax.models.transformer_config import TransformerConfig
 from infcl_jax.ops.bias_activation.api import Activation, activate
-from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON, normalize, normalize_with_residual
+from infcl_jax.ops.layer_norm.api import normalize, normalize_with_residual
 from infcl_jax.ops.linear import Arrays, Biases, affine
 
 # Checkpoint name of the results of GEMMs with weights, for the policies of `jax.checkpoint`.
@@ -54,33 +55,32 @@ take_positions.defvjp(lambda states, position: (take_positions(states, position)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last axis, see `normalize`; parameters `scale` and `bias`.
+    """LayerNorm over the last axis with float32 statistics, see `normalize`; parameters `scale` and `bias`.
 
     Attributes:
-      dtype: dtype of the result.
-      param_dtype: dtype of the parameters.
-      epsilon: constant added to the variance.
+      config: dtypes and epsilon.
+      dtype: dtype of the result; None for the compute dtype.
     """
 
-    dtype: Any
-    param_dtype: Any
-    epsilon: float = LAYER_NORM_EPSILON
+    config: TransformerConfig
+    dtype: Any = None
 
     @nn.compact
     def _weights(self, width: int) -> tuple[Float[Array, "{width}"], Float[Array, "{width}"]]:
-        scale = self.param("scale", nn.initializers.ones, (width,), self.param_dtype)
-        return scale, self.param("bias", nn.initializers.zeros, (width,), self.param_dtype)
+        scale = self.param("scale", nn.initializers.ones, (width,), self.config.param_dtype)
+        return scale, self.param("bias", nn.initializers.zeros, (width,), self.config.param_dtype)
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Normalize [..., width] to [..., width] in `dtype`."""
-        return normalize(x, *self._weights(x.shape[-1]), jnp.dtype(self.dtype), None, self.epsilon)
+        dtype = jnp.dtype(self.dtype or self.config.dtype)
+        return normalize(x, *self._weights(x.shape[-1]), dtype, None, self.config.norm_epsilon)
 
     def with_residual(
         self, x: Float[Array, "*batch width"], deferred_bias: Float[Array, "width"] | None
     ) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]]:
         """Return the normalized input and the residual input, see `normalize_with_residual`."""
-        weights, dtype = self._weights(x.shape[-1]), jnp.dtype(self.dtype)
-        return normalize_with_residual(x, *weights, deferred_bias, dtype, None, self.epsilon)
+        weights, dtype = self._weights(x.shape[-1]), jnp.dtype(self.dtype or self.config.dtype)
+        return normalize_with_residual(x, *weights, deferred_bias, dtype, None, self.config.norm_epsilon)
 
 
 class Dense(nn.Module):
@@ -89,29 +89,28 @@ class Dense(nn.Module):
     Parameters: `kernel` [inputs, features] and `bias` [features].
 
     Attributes:
+      config: dtypes.
       features: size of the last axis of the result.
       std: standard deviation of the initial weights.
-      dtype: dtype of the result.
-      param_dtype: dtype of the parameters.
     """
 
+    config: TransformerConfig
     features: int
     std: float
-    dtype: Any
-    param_dtype: Any
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[Float[Array, "{inputs} {self.features}"], Float[Array, "{self.features}"]]:
         """Return kernel and bias, for callers with their own GEMM."""
-        kernel = self.param("kernel", normal(self.std), (inputs, self.features), self.param_dtype)
-        return kernel, self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+        dtype = self.config.param_dtype
+        kernel = self.param("kernel", normal(self.std), (inputs, self.features), dtype)
+        return kernel, self.param("bias", nn.initializers.zeros, (self.features,), dtype)
 
     def activated(
         self, x: Float[Array, "*batch inputs"], activation: Activation
     ) -> Float[Array, "*batch {self.features}"]:
         """Map [..., inputs] to `activation(x @ kernel + bias)`, [..., features] in `dtype`."""
         kernel, bias = self.weights(x.shape[-1])
-        return activate(checkpointed_affine(x.astype(self.dtype), (kernel,), (None,))[0], bias, activation)
+        return activate(checkpointed_affine(x.astype(self.config.dtype), (kernel,), (None,))[0], bias, activation)
 
     def without_bias_gradient(
         self, x: Float[Array, "*batch inputs"]
@@ -122,7 +121,19 @@ class Dense(nn.Module):
         caller must route its gradient, see `route_gradient`.
         """
         kernel, bias = self.weights(x.shape[-1])
-        return checkpointed_affine(x.astype(self.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
+        return checkpointed_affine(x.astype(self.config.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
+
+
+def feature_projection(config: TransformerConfig, features: int, name: str, *, use_bias: bool = False) -> nn.Dense:
+    """Build a float32 projection of pooled states, whose cost is negligible."""
+    return nn.Dense(
+        features,
+        use_bias=use_bias,
+        dtype=jnp.float32,
+        param_dtype=config.param_dtype,
+        kernel_init=normal(config.input_std),
+        name=name,
+    )
 
 
 def checkpointed_affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:

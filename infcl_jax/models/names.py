@@ -5,10 +5,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from infcl_jax.models.bert_names import bert_config
-from infcl_jax.models.config import CLIPConfig, TextConfig, VisionConfig
+from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.resnet import ResNetConfig
-from infcl_jax.models.timm_names import timm_vision_config
 
 # Names of OpenCLIP's configurations with Vision Transformers, see `_vit`.
 _VIT_NAMES = """
@@ -70,15 +68,88 @@ _RESNETS: dict[str, tuple[int, tuple[int, int, int, int], int, int, int]] = {
     "RN50x64": (1024, (3, 15, 36, 10), 128, 448, 1024),
 }
 
-# Text towers of SigLIP by size: width, layers, heads, ratio of the MLP.
-_SIGLIP_TEXT = {
-    "B": (768, 12, 12, 4.0),
-    "L": (1024, 24, 16, 4.0),
-    "SO400M": (1152, 27, 16, 3.7362),
-    "gopt": (1152, 27, 16, 3.7362),
+# SigLIP towers of the timm library: width, layers, heads, ratio of the MLP.
+TIMM_SIZES: dict[str, tuple[int, int, int, float]] = {
+    "base": (768, 12, 12, 4.0),
+    "large": (1024, 24, 16, 4.0),
+    "so400m": (1152, 27, 16, 3.7362),
+    "giantopt": (1536, 40, 16, 4.0),
 }
-_TIMM_SIZES = {"B": "base", "L": "large", "SO400M": "so400m", "gopt": "giantopt"}
+_TIMM_NAMES = {"B": "base", "L": "large", "SO400M": "so400m", "gopt": "giantopt"}
 _SIGLIP_VOCAB_SIZES = {"SigLIP": 32000, "SigLIP-i18n": 250000, "SigLIP2": 256000}
+
+# BERT and RoBERTa text towers by their names on the Hugging Face hub.
+_BASE: dict[str, Any] = {"width": 768, "layers": 12, "heads": 12}
+_LARGE: dict[str, Any] = {"width": 1024, "layers": 24, "heads": 16}
+# RoBERTa counts positions from `pad_id + 1` (Liu et al. 2019; facts of the hub's config.json files).
+_ROBERTA: dict[str, Any] = {
+    "norm_epsilon": 1e-5,
+    "max_positions": 514,
+    "position_offset": 2,
+    "token_types": 1,
+    "pad_id": 1,
+}
+
+BERT_CONFIGS: dict[str, BertConfig] = {
+    "bert-base-uncased": BertConfig(**_BASE, vocab_size=30522),
+    "bert-base-cased": BertConfig(**_BASE, vocab_size=28996),
+    "bert-base-multilingual-cased": BertConfig(**_BASE, vocab_size=119547),
+    "bert-large-uncased": BertConfig(**_LARGE, vocab_size=30522),
+    "bert-large-cased": BertConfig(**_LARGE, vocab_size=28996),
+    "roberta-base": BertConfig(**_BASE, **_ROBERTA, vocab_size=50265),
+    "roberta-large": BertConfig(**_LARGE, **_ROBERTA, vocab_size=50265),
+    "xlm-roberta-base": BertConfig(**_BASE, **_ROBERTA, vocab_size=250002),
+    "xlm-roberta-large": BertConfig(**_LARGE, **_ROBERTA, vocab_size=250002),
+}
+
+
+def bert_config(name: str, **changes: Any) -> BertConfig:
+    """Return the configuration of a BERT or RoBERTa text tower.
+
+    Args:
+      name: name on the Hugging Face hub, with or without its owner, such as "bert-base-uncased".
+      **changes: other values of the fields.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    known = BERT_CONFIGS.get(name.rpartition("/")[2])
+    if known is None:
+        raise ValueError(f"expected one of {tuple(BERT_CONFIGS)}, got {name!r}; other text towers are not supported")
+    return dataclasses.replace(known, activation="gelu", **changes)
+
+
+def timm_vision_config(name: str) -> VisionConfig:
+    """Return the configuration of one of timm's SigLIP image towers.
+
+    Args:
+      name: `vit_SIZE_patchN_siglip_PIXELS`, with a size in base, large, so400m or giantopt.
+
+    Raises:
+      ValueError: the name has another form.
+    """
+    match = re.fullmatch(r"vit_([a-z0-9]+)_patch(\d+)_siglip_(\d+)", name)
+    if match is None or match[1] not in TIMM_SIZES:
+        raise ValueError(
+            f"expected a timm model vit_SIZE_patchN_siglip_PIXELS with a size among {', '.join(TIMM_SIZES)}, got "
+            f"{name!r}; other towers of timm are not supported"
+        )
+    width, layers, heads, mlp_ratio = TIMM_SIZES[match[1]]
+    return VisionConfig(
+        width=width,
+        layers=layers,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        activation="gelu_tanh" if match[1] == "giantopt" else "gelu",  # whatever the model's activation
+        norm_epsilon=1e-6,
+        patch_size=int(match[2]),
+        image_size=int(match[3]),
+        pool="map",
+        class_token=False,
+        ln_pre=False,
+        patch_bias=True,
+        projection="none",
+    )
 
 
 def _tiny(width: int, layers: int, text_width: int, context_length: int) -> CLIPConfig:
@@ -135,8 +206,8 @@ def _siglip(name: str) -> CLIPConfig:
     Images are normalized to [-1, 1] and squashed, and scale and bias start at 10 and -10, as in the paper.
     """
     letter, patch_size, version, image_size = _groups(r"ViT-(\w+?)-(\d+)-(SigLIP(?:-i18n|2)?)(?:-(\d+))?", name)
-    vision = timm_vision_config(f"vit_{_TIMM_SIZES[letter]}_patch{patch_size}_siglip_{image_size or 224}")
-    width, layers, heads, mlp_ratio = _SIGLIP_TEXT[letter]
+    vision = timm_vision_config(f"vit_{_TIMM_NAMES[letter]}_patch{patch_size}_siglip_{image_size or 224}")
+    width, layers, heads, mlp_ratio = TIMM_SIZES["so400m" if letter == "gopt" else _TIMM_NAMES[letter]]
     has_projection = name != "ViT-SO400M-16-SigLIP-i18n-256"
     return CLIPConfig(
         embed_dim=vision.width,

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.models.bert_names import bert_config
 from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
 from infcl_jax.models.config import BertConfig, CLIPConfig, Interpolation, ResizeMode, TextConfig, VisionConfig
 from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIZE, Section, check_grid
+from infcl_jax.models.names import bert_config, timm_vision_config
 from infcl_jax.models.resnet import ResNetConfig
-from infcl_jax.models.timm_names import timm_vision_config
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.layer_norm.api import LAYER_NORM_EPSILON
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json

@@ -11,9 +11,19 @@ import difflib
 from pathlib import Path
 from typing import Any, overload
 
+import flax.linen as nn
+import jax
+
 from infcl_jax.models.bert import Bert
-from infcl_jax.models.clip import CLIP
-from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig, config_from_json, transformer_config
+from infcl_jax.models.clip import CLIP, variable_shapes
+from infcl_jax.models.config import (
+    BertConfig,
+    CLIPConfig,
+    TextConfig,
+    VisionConfig,
+    config_from_json,
+    transformer_config,
+)
 from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, LARGEST_SIZE, Section, check_grid
 from infcl_jax.models.names import CONFIGS
 from infcl_jax.models.open_clip_config import read_open_clip_config
@@ -24,6 +34,8 @@ from infcl_jax.models.vit import VisionTransformer
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 MODEL_FILE = "init_model.json"  # of a run whose model is that of `init.model`
+# Fields of a tower that do not change what it computes in inference.
+_TRAINING: dict[str, Any] = {"dropout": 0.0, "patch_dropout": 0.0, "remat": None, "attention": None}
 _LARGEST = {"layers": LARGEST_DEPTH, "image_size": LARGEST_SIDE, "patch_size": LARGEST_SIDE}  # others: LARGEST_SIZE
 
 
@@ -119,52 +131,23 @@ def _override_keys(config: CLIPConfig | TextPairConfig) -> list[str]:
     return keys
 
 
+def _tower(kind: type[nn.Module], config: CLIPConfig | TextPairConfig, name: str) -> Any:
+    """Build the module of the tower "vision" or "text" with a transformer."""
+    tower, transformer = getattr(config, name), transformer_config(config, name)
+    own = {field.name for field in dataclasses.fields(tower)} - {
+        field.name for field in dataclasses.fields(transformer)
+    }
+    return kind(config=transformer, embed_dim=config.embed_dim, **{field: getattr(tower, field) for field in own})
+
+
 def _image_tower(config: CLIPConfig) -> VisionTransformer | ResNet:
-    vision = config.vision
-    if isinstance(vision, ResNetConfig):
-        return ResNet(vision, config.embed_dim, config.dtype, config.param_dtype)
-    return VisionTransformer(
-        config=transformer_config(config, "vision"),
-        embed_dim=config.embed_dim,
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        pool=vision.pool,
-        patch_dropout=vision.patch_dropout,
-        class_token=vision.class_token,
-        pos_embed=vision.pos_embed,
-        patch_bias=vision.patch_bias,
-        ln_pre=vision.ln_pre,
-        final_ln_after_pool=vision.final_ln_after_pool,
-        projection=vision.projection,
-        projection_bias=vision.projection_bias,
-    )
+    if isinstance(config.vision, ResNetConfig):
+        return ResNet(config.vision, config.embed_dim, config.dtype, config.param_dtype)
+    return _tower(VisionTransformer, config, "vision")
 
 
 def _text_tower(config: CLIPConfig | TextPairConfig) -> TextTransformer | Bert:
-    text, transformer = config.text, transformer_config(config, "text")
-    if isinstance(text, BertConfig):
-        return Bert(
-            config=transformer,
-            embed_dim=config.embed_dim,
-            vocab_size=text.vocab_size,
-            context_length=text.context_length,
-            max_positions=text.max_positions,
-            position_offset=text.position_offset,
-            token_types=text.token_types,
-            pad_id=text.pad_id,
-            pool=text.pool,
-            projection=text.projection,
-        )
-    return TextTransformer(
-        config=transformer,
-        embed_dim=config.embed_dim,
-        vocab_size=text.vocab_size,
-        context_length=text.context_length,
-        end_token=text.end_token,
-        pool=text.pool,
-        projection=text.projection,
-        projection_bias=text.projection_bias,
-    )
+    return _tower(Bert if isinstance(config.text, BertConfig) else TextTransformer, config, "text")
 
 
 @overload
@@ -223,3 +206,115 @@ def create_model(name: str, **overrides: Any) -> CLIP:
       (1, 64)
     """
     return build_model(model_config(name, **overrides))
+
+
+def config_of(model: CLIP) -> CLIPConfig:
+    """Return the configuration that builds a module, the inverse of `build_model`.
+
+    Examples:
+      >>> config_of(create_model("ViT-B/32")).vision.patch_size
+      32
+
+    Raises:
+      ValueError: no configuration builds the module.
+    """
+    try:
+        visual, text = model.visual, model.text
+        vision = visual.config if isinstance(visual, ResNet) else VisionConfig(**_fields(VisionConfig, visual))
+        kind = BertConfig if isinstance(text, Bert) else TextConfig
+        config = CLIPConfig(
+            vision=vision,
+            text=kind(**_fields(kind, text)),
+            embed_dim=visual.embed_dim,
+            dtype=text.config.dtype,
+            param_dtype=text.config.param_dtype,
+            **{
+                name: getattr(model, name)
+                for name in ("feature_dtype", "image_mean", "image_std", "interpolation", "resize_mode")
+            },
+            init_logit_scale=model.init_logit_scale,
+            init_logit_bias=model.init_logit_bias,
+        )
+        if build_model(config) == model:
+            return config
+    except AttributeError:
+        pass
+    raise ValueError(f"expected a model that build_model builds, got {type(model).__name__} of other modules")
+
+
+def inference_config(config: CLIPConfig) -> CLIPConfig:
+    """Normalize a configuration to what determines the features of given parameters.
+
+    Dtypes, initial values and the settings of training are those of the defaults, and values that defaults replace are
+    written out.
+    """
+    return dataclasses.replace(
+        config,
+        vision=inference_tower(config.vision, config.activation),
+        text=inference_tower(config.text, config.activation),
+        activation="gelu",
+        dtype="float32",
+        param_dtype="float32",
+        feature_dtype=None,
+        init_logit_scale=0.0,
+        init_logit_bias=None if config.init_logit_bias is None else 0.0,
+    )
+
+
+def inference_tower(tower: Any, activation: str) -> Any:
+    """Return the configuration of a tower in `inference_config`.
+
+    Args:
+      tower: configuration of the tower.
+      activation: activation of a tower without its own.
+    """
+    if isinstance(tower, ResNetConfig):
+        return tower
+    fields = {field.name for field in dataclasses.fields(tower)}
+    changes = {name: value for name, value in _TRAINING.items() if name in fields}
+    changes["activation"] = tower.activation or activation
+    changes["mlp_ratio"] = int(tower.width * tower.mlp_ratio) / tower.width
+    changes["layer_scale"] = None if tower.layer_scale is None else 1.0
+    if isinstance(tower, TextConfig) and tower.end_token == tower.vocab_size - 1:
+        changes["end_token"] = None
+    return dataclasses.replace(tower, **changes)
+
+
+def bert_config_of(bert: Bert) -> BertConfig:
+    """Return the configuration of a module that encodes queries or passages."""
+    return BertConfig(**_fields(BertConfig, bert))
+
+
+def _fields(kind: type, tower: Any) -> dict[str, Any]:
+    """Read the fields of a tower's configuration from its module."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: getattr(tower if hasattr(tower, name) else tower.config, name) for name in names}
+
+
+def prefix_model(config: CLIPConfig, variables: Any, dim: int) -> tuple[CLIPConfig, Any]:
+    """Cut the projections of a model to a prefix of the features.
+
+    The features of the new model are the normalized prefixes of the given one's.
+
+    Args:
+      config: model configuration.
+      variables: its variables.
+      dim: size of the prefix.
+
+    Returns:
+      The configuration with `embed_dim=dim` and its variables.
+
+    Raises:
+      ValueError: `dim` is not in [1, embed_dim], or the model's projections are not linear.
+    """
+    if not 1 <= dim <= config.embed_dim:
+        raise ValueError(f"expected dim between 1 and {config.embed_dim}, the size of the features, got {dim}")
+    small = dataclasses.replace(config, embed_dim=dim)
+
+    def cut(leaf: Any, target: jax.ShapeDtypeStruct) -> Any:
+        if leaf.shape[:-1] != target.shape[:-1]:
+            raise ValueError(f"expected a model with linear projections with dim={dim}, got another")
+        return leaf[..., : target.shape[-1]] if target.shape else leaf
+
+    shapes = variable_shapes(build_model(small))
+    return small, {**variables, **jax.tree.map(cut, {name: variables[name] for name in shapes}, shapes)}

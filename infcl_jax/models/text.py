@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Integer
 
-from infcl_jax.models.layers import normal
-from infcl_jax.models.transformer import Transformer, feature_projection, layer_norm
+from infcl_jax.models.layers import LayerNorm, feature_projection, normal
+from infcl_jax.models.transformer import Transformer
 from infcl_jax.models.transformer_config import Projection, TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
 
@@ -76,7 +76,7 @@ class TextTransformer(nn.Module):
           float32 [b, embed_dim], not normalized.
         """
         x = Transformer(self.config, name="transformer")(self._embed(tokens), self._position(tokens), train=train)
-        x = layer_norm(self.config, "ln_final", jnp.float32)(x)
+        x = LayerNorm(self.config, jnp.float32, name="ln_final")(x)
         if self.projection == "none":
             return x
         return feature_projection(self.config, self.embed_dim, "text_projection", use_bias=self.projection_bias)(x)

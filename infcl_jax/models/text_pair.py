@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Integer
 
-from infcl_jax.models.bert_names import BERT_CONFIGS, bert_config
 from infcl_jax.models.clip import TOWERS, l2_normalize
 from infcl_jax.models.config import BertConfig
-from infcl_jax.models.transformer_config import float_dtype_name
+from infcl_jax.models.names import BERT_CONFIGS, bert_config
+from infcl_jax.models.transformer_config import canonicalize_dtypes
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.common.checks import check_positive_int
 
@@ -101,9 +101,7 @@ class TextPairConfig:
             )
         if self.logit_scale <= 0:
             raise ValueError(f"expected logit_scale > 0, got {self.logit_scale}")
-        for name in ("dtype", "param_dtype", "feature_dtype"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
+        canonicalize_dtypes(self, "dtype", "param_dtype", "feature_dtype")
 
 
 class TextPair(nn.Module):

@@ -7,15 +7,13 @@ Layers are unrolled (`block_00`, `block_01`, ...), not scanned. A scan compiles 
 layers into one array. Per-layer rules (learning rate, freezing) and weight conversion address layers by name.
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Integer
 
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, normal, take_positions
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, take_positions
 from infcl_jax.models.transformer_config import Remat, TransformerConfig
 from infcl_jax.ops.attention.api import AttentionImplementation, attend, attend_from, padding_for, prefers_packed
 from infcl_jax.ops.layer_norm.api import broadcast_vector
@@ -23,37 +21,6 @@ from infcl_jax.ops.linear import route_gradient
 
 # Checkpoint name of the residual stream after each attention and each MLP, for the policies of `jax.checkpoint`.
 RESIDUAL = "residual"
-
-
-def layer_norm(config: TransformerConfig, name: str, dtype: Any = None) -> LayerNorm:
-    """Build a LayerNorm over the last axis with float32 statistics.
-
-    Args:
-      config: transformer configuration with the dtypes.
-      name: name of the submodule, whose parameters are `scale` and `bias`.
-      dtype: dtype of the result; None for the compute dtype.
-
-    Returns:
-      The module, for activations [..., width] of any floating dtype.
-    """
-    return LayerNorm(dtype or config.dtype, config.param_dtype, config.norm_epsilon, name=name)
-
-
-def projection(config: TransformerConfig, features: int, std: float, name: str) -> Dense:
-    """Build a dense layer with normal weights of standard deviation `std` and zero bias."""
-    return Dense(features, std, config.dtype, config.param_dtype, name=name)
-
-
-def feature_projection(config: TransformerConfig, features: int, name: str, *, use_bias: bool = False) -> nn.Dense:
-    """Build a float32 projection of pooled states, whose cost is negligible."""
-    return nn.Dense(
-        features,
-        use_bias=use_bias,
-        dtype=jnp.float32,
-        param_dtype=config.param_dtype,
-        kernel_init=normal(config.input_std),
-        name=name,
-    )
 
 
 class SelfAttention(nn.Module):
@@ -96,9 +63,9 @@ class SelfAttention(nn.Module):
         """
         c = self.config
         x = x.astype(c.dtype)
-        kernel, in_bias = projection(c, 3 * c.width, c.input_std, "in_proj").weights(c.width)
+        kernel, in_bias = Dense(c, 3 * c.width, c.input_std, name="in_proj").weights(c.width)
         query_bias, _, value_bias = jnp.split(in_bias, 3)
-        out_kernel, out_bias = projection(c, c.width, c.residual_std, "out_proj").weights(c.width)
+        out_kernel, out_bias = Dense(c, c.width, c.residual_std, name="out_proj").weights(c.width)
         if position is None:
             qkv = self._project(x, kernel, query_bias, c.attention if key_mask is None else "xla")
             y = attend(*qkv, causal=c.causal, padding=self.padding, key_mask=key_mask, implementation=c.attention)
@@ -148,8 +115,8 @@ class Mlp(nn.Module):
           gradient the caller must route, see `route_gradient`.
         """
         c = self.config
-        hidden = projection(c, int(c.width * c.mlp_ratio), c.mlp_std, "c_fc").activated(x, c.activation)
-        return projection(c, c.width, c.residual_std, "c_proj").without_bias_gradient(hidden)
+        hidden = Dense(c, int(c.width * c.mlp_ratio), c.mlp_std, name="c_fc").activated(x, c.activation)
+        return Dense(c, c.width, c.residual_std, name="c_proj").without_bias_gradient(hidden)
 
 
 class TransformerBlock(nn.Module):
@@ -203,12 +170,12 @@ class TransformerBlock(nn.Module):
             return nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(y), None
 
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
-        y, x = layer_norm(c, "ln_1").with_residual(x, deferred_bias)
+        y, x = LayerNorm(c, name="ln_1").with_residual(x, deferred_bias)
         y, deferred_bias = scale_and_drop(*attention(y, position), 1)
         if position is not None:
             x = take_positions(x.reshape(-1, self.positions, c.width), position)
         x = checkpoint_name(x + y, RESIDUAL)
-        y, x = layer_norm(c, "ln_2").with_residual(x, deferred_bias)
+        y, x = LayerNorm(c, name="ln_2").with_residual(x, deferred_bias)
         y, deferred_bias = scale_and_drop(*Mlp(c, name="mlp")(y), 2)
         return x + y, deferred_bias
 

@@ -14,36 +14,35 @@ Remat = Literal["full", "dots"]
 Projection = Literal["linear", "none"]  # from pooled states to features
 
 
-def float_dtype_name(name: str, value: Any) -> str:
-    """Return the canonical name of a floating dtype.
-
-    Args:
-      name: name of the setting, for the error message.
-      value: dtype as a string, a NumPy dtype or a JAX scalar type.
+def canonicalize_dtypes(config: Any, *names: str) -> None:
+    """Replace dtypes of a configuration by their names; `feature_dtype` may be None.
 
     Raises:
-      ValueError: the dtype is not float32, bfloat16 or float16.
+      ValueError: a dtype is not float32, bfloat16 or float16.
     """
-    try:
-        dtype = jnp.dtype(value).name
-    except TypeError:
-        dtype = str(value)
-    check_choice(name, dtype, ("float32", "bfloat16", "float16"))
-    return dtype
+    for name in names:
+        value = getattr(config, name)
+        if value is None and name == "feature_dtype":
+            continue
+        try:
+            value = jnp.dtype(value).name
+        except TypeError:
+            value = str(value)
+        check_choice(name, value, ("float32", "bfloat16", "float16"))
+        object.__setattr__(config, name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Shape and numerics of one transformer.
+class TowerConfig:
+    """Shape and numerics of one tower's transformer.
 
     Attributes:
       width: size of the residual stream.
       layers: number of blocks.
       heads: number of attention heads; divides `width`.
       mlp_ratio: ratio of the MLP's hidden units to `width`.
-      causal: whether a position attends only to itself and the positions before it.
       activation: "gelu" (exact, with erf), "gelu_tanh" (approximated with tanh) or "quick_gelu"
-        (`x * sigmoid(1.702 x)`, with which OpenAI's weights were trained).
+        (`x * sigmoid(1.702 x)`, with which OpenAI's weights were trained); None for the model's.
       norm_epsilon: constant added to the variance in LayerNorm.
       layer_scale: initial value of learned factors of each channel of the outputs of attention and MLP (Touvron et al.
         2021, section 2); None for no factors.
@@ -57,6 +56,26 @@ class TransformerConfig:
         "mosaic_gpu" selects kernels for Hopper GPUs. They need sequences of at most 320 positions, heads of 64 channels
         and `dtype` "bfloat16" or "float16". Their gradients are deterministic.
         None: `best_attention` of the device.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    mlp_ratio: float = 4.0
+    activation: Activation | None = None
+    norm_epsilon: float = LAYER_NORM_EPSILON
+    layer_scale: float | None = None
+    dropout: float = 0.0
+    remat: Remat | None = None
+    attention: AttentionImplementation | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(TowerConfig):
+    """Shape and numerics of one transformer, see `TowerConfig`.
+
+    Attributes:
+      causal: whether a position attends only to itself and the positions before it.
       dtype: dtype of activations and GEMMs: "float32", "bfloat16" or "float16".
       param_dtype: dtype of the stored parameters: "float32", "bfloat16" or "float16".
 
@@ -64,17 +83,8 @@ class TransformerConfig:
       ValueError: a field has a value other than those above.
     """
 
-    width: int
-    layers: int
-    heads: int
-    mlp_ratio: float = 4.0
     causal: bool = False
     activation: Activation = "gelu"
-    norm_epsilon: float = LAYER_NORM_EPSILON
-    layer_scale: float | None = None
-    dropout: float = 0.0
-    remat: Remat | None = None
-    attention: AttentionImplementation | None = None
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -91,8 +101,7 @@ class TransformerConfig:
         check_rate("dropout", self.dropout)
         check_choice("remat", self.remat, (None, *get_args(Remat)))
         check_choice("attention", self.attention, (None, *get_args(AttentionImplementation)))
-        for name in ("dtype", "param_dtype"):
-            object.__setattr__(self, name, float_dtype_name(name, getattr(self, name)))
+        canonicalize_dtypes(self, "dtype", "param_dtype")
         if self.attention == "cudnn" and not cudnn_accepts(self.dtype, self.width // self.heads):
             raise ValueError(
                 "expected dtype 'bfloat16' or 'float16' and a multiple of 8 channels per head, at most 128, for "

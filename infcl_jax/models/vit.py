@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Shaped
 
-from infcl_jax.models.layers import normal
-from infcl_jax.models.pooling import MapPool
-from infcl_jax.models.transformer import Transformer, feature_projection, layer_norm
+from infcl_jax.models.layers import Dense, LayerNorm, checkpointed_affine, feature_projection, normal
+from infcl_jax.models.transformer import Mlp, Transformer
 from infcl_jax.models.transformer_config import Projection, TransformerConfig
+from infcl_jax.ops.attention.api import attend_from
 from infcl_jax.ops.layer_norm.api import broadcast_vector
+from infcl_jax.ops.linear import route_gradient
 
 Pool = Literal["tok", "avg", "map"]
 PosEmbed = Literal["learnable", "sin_cos_2d"]
@@ -92,6 +93,52 @@ def drop_patches(rng: jax.Array, tokens: Shaped[Array, "b n width"], rate: float
     return jnp.take_along_axis(tokens, kept[:, :, None], axis=1)
 
 
+class MapPool(nn.Module):
+    """Multi-head attention pooling (MAP) of SigLIP's image tower.
+
+    A learned query attends to all tokens, and an MLP with a LayerNorm and a residual connection follows.
+
+    Parameters: `probe` [width], the query before its projection; `attn` {`in_proj`, `out_proj`} as in `SelfAttention`;
+    `ln`; `mlp`.
+
+    Source: Zhai et al. 2022 (Scaling Vision Transformers), section 3.2.
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, tokens: Float[Array, "b t {self.config.width}"]) -> Float32[Array, "b {self.config.width}"]:
+        """Pool [b, t, width] to float32 [b, width]."""
+        c, b = self.config, tokens.shape[0]
+        probe = self.param("probe", normal(c.input_std), (c.width,), c.param_dtype)
+        pooled = _ProbeAttention(c, name="attn")(probe, tokens.astype(c.dtype))
+        y, bias = Mlp(c, name="mlp")(LayerNorm(c, name="ln")(pooled))
+        return (pooled + route_gradient(y, bias)).astype(jnp.float32).reshape(b, c.width)
+
+
+class _ProbeAttention(nn.Module):
+    """Attention of one learned query, with the parameters of `SelfAttention`."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self, probe: Float[Array, "width"], tokens: Float[Array, "b t width"]
+    ) -> Float[Array, "b {self.config.width}"]:
+        c, b = self.config, tokens.shape[0]
+        kernel, in_bias = Dense(c, 3 * c.width, c.input_std, name="in_proj").weights(c.width)
+        query_kernel, key_kernel, value_kernel = jnp.split(kernel, 3, axis=1)
+        # The softmax is invariant to the key bias, and its weights sum to 1, so the value bias is added to the result.
+        query_bias, _, value_bias = jnp.split(in_bias, 3)
+        (query,) = checkpointed_affine(probe[None].astype(c.dtype), (query_kernel,), (query_bias,))
+        query = jnp.broadcast_to(query, (b, c.width)).reshape(b, c.heads, c.width // c.heads)
+        first = jnp.zeros(b, jnp.int32)
+        y = attend_from(query, tokens, key_kernel, value_kernel, first, causal=False).reshape(b, c.width)
+        y = (y.astype(jnp.float32) + broadcast_vector(value_bias, y)).astype(c.dtype)
+        out_kernel, out_bias = Dense(c, c.width, c.residual_std, name="out_proj").weights(c.width)
+        return checkpointed_affine(y, (out_kernel,), (out_bias,))[0]
+
+
 class VisionTransformer(nn.Module):
     """Vision Transformer of CLIP, and of SigLIP without class token and input LayerNorm.
 
@@ -153,7 +200,7 @@ class VisionTransformer(nn.Module):
         """
         x = self._embed(image, train)
         if self.ln_pre:
-            x = layer_norm(self.config, "ln_pre")(x)
+            x = LayerNorm(self.config, name="ln_pre")(x)
         x = self._pooled(x, train)
         if self.projection == "none":
             return x
@@ -165,7 +212,7 @@ class VisionTransformer(nn.Module):
         """Run transformer, final LayerNorm and pool."""
         transformer = Transformer(self.config, name="transformer")
         is_before_map = self.pool == "map" and not self.final_ln_after_pool
-        normalize = layer_norm(self.config, "ln_post", self.config.dtype if is_before_map else jnp.float32)
+        normalize = LayerNorm(self.config, None if is_before_map else jnp.float32, name="ln_post")
         if self.pool == "tok":
             return normalize(transformer(x, jnp.zeros(x.shape[0], jnp.int32), train=train))
         x = transformer(x, train=train)

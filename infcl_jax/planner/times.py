@@ -9,8 +9,8 @@ from infcl_jax.models import CLIP, TextPair
 from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.convert import config_of
-from infcl_jax.models.convert.configs import bert_config_of
 from infcl_jax.models.flops import group_flops
+from infcl_jax.models.registry import bert_config_of
 from infcl_jax.planner.activations import feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.api import Workload
 from infcl_jax.planner.devices import Device

@@ -39,7 +39,7 @@ from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import CLIP, CLIPConfig, build_model, save_pretrained
 from infcl_jax.models.convert import export_stablehlo, open_source
-from infcl_jax.models.prefix import prefix_model
+from infcl_jax.models.registry import prefix_model
 from infcl_jax.ops.color import ColorBatch, with_colors
 from infcl_jax.run.base_task import BaseTask
 from infcl_jax.run.initialize import initialize

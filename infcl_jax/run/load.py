@@ -13,9 +13,8 @@ from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer, suita
 from infcl_jax.models import build_model
 from infcl_jax.models.convert import convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
-from infcl_jax.models.convert.sources import HUB_PREFIX
+from infcl_jax.models.convert.sources import HUB_PREFIX, hub_repository
 from infcl_jax.models.open_clip_config import CONFIG_FILE
-from infcl_jax.models.pretrained_tags import hub_repository
 from infcl_jax.run.image_text import ImageTextTask
 from infcl_jax.run.model import saved_config
 from infcl_jax.run.task import task_of

@@ -20,7 +20,7 @@ from infcl_jax.training.schedules import learning_rate_schedule
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
 _TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR = 0.03, 1 / 3
 _LOGIT_SCALE = "logit_scale"
-_DECAYING_VECTORS = ("/attn_pool/probe",)  # of `infcl_jax.models.pooling.MapPool`
+_DECAYING_VECTORS = ("/attn_pool/probe",)  # of `infcl_jax.models.vit.MapPool`
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:

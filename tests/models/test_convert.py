@@ -12,12 +12,11 @@ import pytest
 from safetensors import safe_open
 
 from infcl_jax.models import BertConfig, config_of, load_pretrained, read_open_clip_config, save_pretrained
-from infcl_jax.models.bert_names import BERT_CONFIGS
 from infcl_jax.models.convert import convert, open_source
 from infcl_jax.models.convert.open_clip import weight_map
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
 from infcl_jax.models.convert.weight_map import flat_shapes
-from infcl_jax.models.timm_names import TIMM_SIZES
+from infcl_jax.models.names import BERT_CONFIGS, TIMM_SIZES
 from infcl_jax.training import OptimizerConfig
 from infcl_jax.training.optimizers import decay_factors
 

@@ -12,8 +12,7 @@ from golden import make_open_clip_tags
 
 from infcl_jax.models import model_names
 from infcl_jax.models.convert.api import read_config
-from infcl_jax.models.convert.sources import open_source
-from infcl_jax.models.pretrained_tags import hub_repository, pretrained_tags
+from infcl_jax.models.convert.sources import hub_repository, open_source, pretrained_tags
 
 COMMIT = "0" * 40
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

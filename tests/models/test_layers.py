@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from infcl_jax.models import layers
+from infcl_jax.models.transformer_config import TransformerConfig
 from infcl_jax.ops import linear
 from infcl_jax.ops.bias_activation.api import Activation, activate
 from infcl_jax.ops.layer_norm import api
@@ -84,7 +85,7 @@ def test_quick_gelu_is_close_to_gelu():
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_a_dense_layer_can_be_activated(activation):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 12)), jnp.float32)
-    dense = layers.Dense(6, 1.0, "float32", "float32")
+    dense = layers.Dense(TransformerConfig(width=12, layers=1, heads=1), 6, 1.0)
     variables = jax.tree.map(lambda a: a + 0.5, dense.init(jax.random.key(0), 12, method="weights"))
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
     outputs = dense.apply(variables, x, activation, method="activated")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.models.pooling import MapPool
 from infcl_jax.models.transformer_config import TransformerConfig
+from infcl_jax.models.vit import MapPool
 
 B, T, HEADS, WIDTH = 3, 5, 2, 16
 CONFIG = TransformerConfig(width=WIDTH, layers=1, heads=HEADS, norm_epsilon=1e-6)

@@ -117,7 +117,7 @@ def test_layer_norm_of_bfloat16_keeps_float32_statistics():
     class Norm(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return transformer.layer_norm(config(dtype="bfloat16"), "norm")(x)
+            return transformer.LayerNorm(config(dtype="bfloat16"), name="norm")(x)
 
     x = (100 + normal(0, B, T, WIDTH)).astype(jnp.bfloat16)  # bfloat16 sums of such values lose the deviations
     got, _ = Norm().init_with_output(jax.random.key(0), x)

@@ -7,9 +7,9 @@ from infcl_jax.models.convert.api import (
     resize_variables,
     save_pretrained,
 )
-from infcl_jax.models.convert.configs import config_of, inference_tower
 from infcl_jax.models.convert.sources import open_source
 from infcl_jax.models.convert.stablehlo import export_stablehlo
+from infcl_jax.models.registry import config_of, inference_tower
 
 __all__ = [
     "ExportFormat",

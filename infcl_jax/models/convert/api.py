@@ -14,14 +14,13 @@ from flax.traverse_util import unflatten_dict
 from infcl_jax.models.clip import CLIP, variable_shapes
 from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert import hugging_face, hugging_face_files, open_clip, open_clip_files
-from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.position_embeddings import resize_positions
 from infcl_jax.models.convert.reference import difference_from_reference, summary
 from infcl_jax.models.convert.sources import Source, open_source
 from infcl_jax.models.convert.tensor_files import Tensors, write_tensors
 from infcl_jax.models.convert.weight_map import WeightMap, flat_shapes, to_tensors, to_variables
 from infcl_jax.models.open_clip_config import CONFIG_FILE, read_open_clip_config
-from infcl_jax.models.registry import build_model, change_config, model_config
+from infcl_jax.models.registry import build_model, change_config, config_of, model_config
 from infcl_jax.ops.common.checks import check_choice
 
 ExportFormat = Literal["open_clip", "hf"]

@@ -4,7 +4,7 @@ from typing import Any
 
 from infcl_jax.models.config import CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.convert import hugging_face
-from infcl_jax.models.convert.configs import inference_config
+from infcl_jax.models.registry import inference_config
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # of Pillow

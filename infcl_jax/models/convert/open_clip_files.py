@@ -3,13 +3,12 @@
 import dataclasses
 from typing import Any
 
-from infcl_jax.models.bert_names import BERT_CONFIGS, bert_config
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
-from infcl_jax.models.convert.configs import inference_config, inference_tower
 from infcl_jax.models.convert.open_clip import is_timm, needs_custom_text
+from infcl_jax.models.names import BERT_CONFIGS, TIMM_SIZES, bert_config, timm_vision_config
 from infcl_jax.models.open_clip_config import CONFIG_FILE, read_open_clip_config
+from infcl_jax.models.registry import inference_config, inference_tower
 from infcl_jax.models.resnet import ResNetConfig
-from infcl_jax.models.timm_names import TIMM_SIZES, timm_vision_config
 
 UNNAMED_TOKENIZER = "./tokenizer"  # OpenCLIP reads the model's folder, whatever the name
 _CLIP_VOCAB_SIZE = 49408

@@ -12,8 +12,8 @@ import numpy as np
 
 from infcl_jax.models.clip import CLIP
 from infcl_jax.models.config import CLIPConfig
-from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.sources import Source
+from infcl_jax.models.registry import config_of
 
 _logger = logging.getLogger(__name__)
 

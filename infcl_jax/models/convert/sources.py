@@ -1,18 +1,20 @@
 """Folders of pretrained models, local and on the Hugging Face Hub."""
 
+import difflib
+import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infcl_jax.models.convert import bert, hugging_face, open_clip
 from infcl_jax.models.convert.tensor_files import Tensors, read_index, read_tensors
 from infcl_jax.models.open_clip_config import CONFIG_FILE
-from infcl_jax.models.pretrained_tags import hub_repository
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 from infcl_jax.runtime.printable import printable
 
 HUB_PREFIX = "hf-hub:"
+_TAGS = Path(__file__).parents[1] / "pretrained_tags.json"  # written by tests/golden/make_open_clip_tags.py
 
 # Returns the first file of a repository or folder that exists, from names in the order of preference, else None.
 Finder = Callable[..., Path | None]
@@ -181,3 +183,35 @@ def _unreachable(path: str, names: Collection[str]) -> str:
         f"expected {' or '.join(names)} of {path} in the cache {constants.HF_HUB_CACHE}, got none, and {cause}; load "
         "the model once with a connection, which fills the cache"
     )
+
+
+@functools.cache
+def pretrained_tags() -> Mapping[str, Mapping[str, str]]:
+    """Return the Hub repository of each tag of each model of OpenCLIP.
+
+    Examples:
+      >>> pretrained_tags()["ViT-B-32"]["laion2b_s34b_b79k"]
+      'laion/CLIP-ViT-B-32-laion2B-s34B-b79K'
+    """
+    return read_json(_TAGS)
+
+
+def hub_repository(spec: str) -> str | None:
+    """Return the Hub repository of a model with a tag, such as "ViT-B-32:laion2b_s34b_b79k".
+
+    The result is None for what is no model with a tag, such as a path. A slash separates them too, unless it is the
+    path of a file.
+
+    Raises:
+      ValueError: the model has no such tag; the message lists its tags.
+    """
+    match = re.fullmatch(r"(.+)[:/]([^:/]*)", spec)
+    tags = pretrained_tags().get(match[1].replace("/", "-")) if match else None
+    if tags is None or Path(spec).exists():
+        return None
+    tag = match[2].lower().replace("-", "_")  # as in OpenCLIP
+    if tag not in tags:
+        close = difflib.get_close_matches(tag, tags, n=1)
+        hint = f"; did you mean {match[1]}:{close[0]}?" if close else ""
+        raise ValueError(f"expected a tag of {match[1]} ({', '.join(tags)}), got {match[2]!r}{hint}")
+    return tags[tag]

@@ -15,10 +15,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from infcl_jax.models.clip import CLIP, TOWERS
 from infcl_jax.models.config import CLIPConfig
-from infcl_jax.models.convert.configs import config_of
 from infcl_jax.models.convert.reference import fixed_inputs, summary
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
-from infcl_jax.models.registry import build_model
+from infcl_jax.models.registry import build_model, config_of
 from infcl_jax.models.resnet import ResNetConfig
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

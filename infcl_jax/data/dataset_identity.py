@@ -21,13 +21,9 @@ _logger = logging.getLogger(__name__)
 
 
 def hash_samples(digest: Any, source: Source, *, count: int = _PROBES, messages: bool = False) -> None:
-    """Add the contents of some samples to a hash.
+    """Add the contents of `count` evenly spaced samples to a hash, an object of `hashlib`.
 
-    Args:
-      digest: object of `hashlib`.
-      source: source of the samples, evenly spaced.
-      count: number of the samples.
-      messages: whether the messages of bad records count, which name files.
+    With `messages`, those of bad records count, which name files.
     """
     for index in np.linspace(0, len(source) - 1, count).astype(int).tolist():
         try:
@@ -78,10 +74,6 @@ def check_same_data(
 
     Returns:
       Whether the number of samples has changed, so that the run continues at the same batch of another order.
-
-    Raises:
-      ValueError: the dataset has another number of samples, or other records under another name, or it has moved and
-        the checkpoint, from before the comparison of records, has none to compare with.
     """
     size, name = identity[SIZE], identity[_DATASET]
     if saved.get(SIZE, size) != size:

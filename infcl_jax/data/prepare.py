@@ -55,15 +55,7 @@ def prepare(name: str, data_dir: str | Path) -> str:
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Create a folder and check that files can be written to it.
-
-    Args:
-      folder: path of the folder.
-      flag: flag of the command that names the folder, for the message.
-
-    Raises:
-      OSError: the folder is not writable.
-    """
+    """Create a folder, which a flag of a command names, and check that files can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

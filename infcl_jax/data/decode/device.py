@@ -58,12 +58,7 @@ class DeviceDecoder(Protocol):
 
 
 class EncodedImage(NamedTuple):
-    """JPEG file that a device can decode.
-
-    Attributes:
-      data: contents of the file.
-      geometry: crop box, shift and flip.
-    """
+    """Contents of a JPEG file that a device can decode, with its crop box, shift and flip."""
 
     data: bytes
     geometry: Geometry
@@ -74,18 +69,11 @@ def encoded_image(
 ) -> EncodedImage | None:
     """Read the header of an image file that a device can decode.
 
-    Devices decode complete, upright JPEGs with one or three channels, up to `MAX_DEVICE_PIXELS`.
-
-    Args:
-      data: contents of the file.
-      draw: function from height and width of the upright image, in pixels, to the geometry of the result.
-      max_pixels: largest number of pixels; larger images are refused.
+    Devices decode complete, upright JPEGs with one or three channels, up to `MAX_DEVICE_PIXELS`. Arguments and
+    exceptions are those of `pillow.decode_crop`.
 
     Returns:
       The file with its geometry; None if the host must decode it.
-
-    Raises:
-      Exception: the header is damaged, or the size out of range; see `infcl_jax.data.decode.decode`.
     """
     with open_image(data, max_pixels) as file:
         width, height = file.size
@@ -99,11 +87,9 @@ def encoded_image(
 
 
 def pack(rows: Sequence[int], images: Sequence[EncodedImage | np.ndarray]) -> dict[str, np.ndarray]:
-    """Pack images into arrays that can be concatenated.
+    """Pack images of global rows into arrays that can be concatenated.
 
-    Args:
-      rows: global rows of the batch.
-      images: images for the device, or pixels uint8 [S, S, 3] that the host has decoded, whose boxes are empty.
+    An image is one for the device, or pixels uint8 [S, S, 3] that the host has decoded, whose box is empty.
     """
     data = [np.frombuffer(i.data, np.uint8) if isinstance(i, EncodedImage) else i.reshape(-1) for i in images]
     geometries = [i.geometry if isinstance(i, EncodedImage) else _ON_HOST for i in images]
@@ -158,10 +144,7 @@ class DeviceStage:
         self._staged: collections.deque[tuple[list[jax.Array], Any]] = collections.deque()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Decode a packed batch.
-
-        Args:
-          batch: concatenated arrays of `pack`, "text" [b, ...] and "index" [b] of this process.
+        """Decode a batch of concatenated arrays of `pack`, "text" [b, ...] and "index" [b] of this process.
 
         Returns:
           The batch with "image" for `complete` instead of the packed arrays. Replaced records have another "text" and
@@ -193,13 +176,10 @@ class DeviceStage:
         return result | {"image": _DecodedImages([images for images, _ in decoded], changes, batch_rows)}
 
     def complete(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Shift, mirror and replace images.
+        """Shift, mirror and replace images; "image" becomes uint8 [B, S, S, 3] over the devices of all processes.
 
         It allocates memory of JAX. Between the steps, small arrays do not split the memory that the next step needs in
         one piece.
-
-        Returns:
-          The batch with "image", uint8 [B, S, S, 3] sharded over the devices of all processes.
         """
         decoded: _DecodedImages = batch["image"]
         images = [wait() for wait in decoded.images]
@@ -221,23 +201,14 @@ class DeviceStage:
     def _decode(
         self, block: tuple[jax.Device, slice], data: Sequence[np.ndarray], boxes: np.ndarray
     ) -> tuple[Callable[[], jax.Array], list[int]]:
-        """Decode the rows of one device.
-
-        Returns:
-          A function that returns its images, and the rows of the batch that it refused.
-        """
+        """Decode the rows of one device; see `DeviceDecoder`. The refused rows are those of the batch."""
         device, rows = block
         images, refused = self._decoders[device](data[rows], boxes[rows], self._size)
         return images, [rows.start + row for row in refused]
 
 
 def _files(chunks: Sequence[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-    """Split the encoded images of each chunk.
-
-    Args:
-      chunks: uint8 arrays of whole images one after the other.
-      lengths: bytes of each image of all chunks.
-    """
+    """Split chunks of whole images, one after the other, by the bytes of each image."""
     files, rest = [], iter(lengths.tolist())
     for chunk in chunks:
         plain, start = np.asarray(chunk), 0  # slices of the workers' array type take 26 us each

@@ -32,12 +32,7 @@ _SWITCH_INTERVAL = 1e-4
 
 
 def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[jax.Device, NvImageCodecDecoder]:
-    """Create a decoder for each GPU of this process.
-
-    Args:
-      devices: GPUs.
-      rows: rows of the batch on each GPU.
-      size: side S of the images, in pixels.
+    """Create a decoder for each GPU of this process, for `rows` images of `size` x `size` pixels.
 
     Raises:
       ValueError: the decoders do not start, or JAX has left too little memory for them.
@@ -57,14 +52,10 @@ def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[j
 
 
 def memory_bytes(rows: int, size: int) -> int:
-    """Bytes of GPU memory that a decoder takes outside of JAX's memory.
+    """Bytes of GPU memory that a decoder takes outside of JAX's memory, for `rows` images of `size` x `size` pixels.
 
     Staged batches, one that waits and one being decoded; two groups of decoded images for each thread, and the memory
     kept for the next ones; the library's buffers.
-
-    Args:
-      rows: rows of the batch on one GPU.
-      size: side S of the images, in pixels.
     """
     groups = LANES * 2 * (GROUP_BYTES + KEPT_BYTES)
     return (STAGED_BATCHES + 3) * rows * 3 * size**2 + groups + LANES * LIBRARY_BYTES
@@ -78,9 +69,6 @@ class NvImageCodecDecoder:
 
     `CUDA_DEVICE_MAX_CONNECTIONS=32` must be set before CUDA starts (`infcl_jax.distributed.initialize`). With fewer
     connections, decoding waits for the queued training programs.
-
-    Args:
-      device: GPU that decodes.
     """
 
     def __init__(self, device: jax.Device) -> None:
@@ -116,17 +104,11 @@ class NvImageCodecDecoder:
 
 
 class _Decoded(NamedTuple):
-    """Decoded image whose memory is reused.
+    """Decoded image whose memory is reused."""
 
-    Attributes:
-      image: image of nvImageCodec.
-      capacity: bytes of its memory.
-      address: address of its memory, which is slow to read.
-    """
-
-    image: Any
-    capacity: int
-    address: int
+    image: Any  # of nvImageCodec
+    capacity: int  # bytes of its memory
+    address: int  # of its memory, which is slow to read
 
     @classmethod
     def of(cls, image: Any) -> _Decoded | None:
@@ -147,14 +129,9 @@ class _Vectors:
         self._device = cupy.empty(size, np.uint8)
 
     def copy(self, arrays: Sequence[np.ndarray], stream: Any) -> list[Any]:
-        """Copy arrays to the GPU, one after the other.
+        """Copy arrays to the GPU as bytes, one after the other.
 
-        Args:
-          arrays: arrays in decreasing order of their item size, so that they are aligned.
-          stream: stream of the copy.
-
-        Returns:
-          The arrays on the GPU, as bytes.
+        They are in decreasing order of their item size, so that they are aligned.
         """
         ends = np.cumsum([array.nbytes for array in arrays]).tolist()
         host = self._host[: ends[-1]]
@@ -194,13 +171,8 @@ class _Lane:
     def decode(self, encoded: Sequence[np.ndarray], boxes: np.ndarray, resized: Any) -> tuple[list[int], Any]:
         """Decode, crop and resize images.
 
-        Args:
-          encoded: contents of the image files.
-          boxes: crop boxes.
-          resized: array on the GPU for the results.
-
         Returns:
-          The rows that are not decoded, in order, and the event at which the others are in `resized`.
+          The rows that are not decoded, in order, and the event at which the others are in `resized`, on the GPU.
         """
         size: int = resized.shape[1]
         refused: list[int] = []
@@ -219,14 +191,9 @@ class _Lane:
             return sorted(refused), self._stream.record()
 
     def _decode_group(self, streams: Sequence[Any], kept: list[_Decoded]) -> list[_Decoded | None]:
-        """Decode files into the memory of kept images, and new images for the rest.
+        """Decode files into the memory of kept images, and new images for the rest; None where the GPU refuses one.
 
-        Args:
-          streams: code streams of a group.
-          kept: images of the last group but one, which has been resized; replaced by those to keep.
-
-        Returns:
-          An image for each file; None for those that the GPU refuses.
+        The kept images are those of the last group but one, which has been resized. Those to keep replace them.
         """
         reused = min(len(kept), len(streams))
         settings = {"params": self._params, "cuda_stream": self._stream.ptr}

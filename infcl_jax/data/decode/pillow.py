@@ -116,22 +116,18 @@ def _reduced_box(box: Box, factor: int, orientation: int, stored_size: tuple[int
 
 @contextlib.contextmanager
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Read the header of an image file and check its size.
-
-    Args:
-      data: contents of the file.
-      max_pixels: largest number of pixels.
-
-    Raises:
-      ValueError: see `decode`.
-      Exception: the header is damaged.
-    """
+    """Read the header of an image file and check its size; raise the exceptions of `decode`."""
     try:
         file = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.UnidentifiedImageError:
         raise ValueError(f"expected an image file in one of {', '.join(FORMATS)}, got {data[:12]!r}...") from None
     with file:
-        _check_size(*file.size, max_pixels)
+        width, height = file.size
+        if min(width, height) < MIN_SIDE or max(width, height) > MAX_SIDE or width * height > max_pixels:
+            raise ValueError(
+                f"expected an image with sides of {MIN_SIDE} to {MAX_SIDE} pixels and at most {max_pixels} pixels, "
+                f"got {width} x {height}; max_image_pixels sets the limit"
+            )
         yield file
 
 
@@ -161,14 +157,6 @@ def _scaled_transparency(file: Image.Image) -> dict[str, Any]:
     if mode == "RGB;16B":
         return {"transparency": tuple(channel >> 8 for channel in color)}
     return {"transparency": color * _GRAY_FACTORS[mode]} if mode in _GRAY_FACTORS else {}
-
-
-def _check_size(width: int, height: int, max_pixels: int) -> None:
-    if min(width, height) < MIN_SIDE or max(width, height) > MAX_SIDE or width * height > max_pixels:
-        raise ValueError(
-            f"expected an image with sides of {MIN_SIDE} to {MAX_SIDE} pixels and at most {max_pixels} pixels, "
-            f"got {width} x {height}; max_image_pixels sets the limit"
-        )
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

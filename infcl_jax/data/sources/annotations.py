@@ -16,11 +16,7 @@ _CAPTION_NUMBER = re.compile(r"#\d+$")  # "0.jpg#2" in the files of Flickr8k and
 
 
 def check_no_annotations(content: Any, path: str) -> None:
-    """Check that JSON holds no annotations of COCO, Karpathy or BLIP.
-
-    Raises:
-      ValueError: it does; the message says what to write instead.
-    """
+    """Check that JSON holds no annotations of COCO, Karpathy or BLIP."""
     kind = _kind(content)
     if kind is not None:
         raise ValueError(
@@ -30,11 +26,7 @@ def check_no_annotations(content: Any, path: str) -> None:
 
 
 def check_not_saved_to_disk(folder: str) -> None:
-    """Check that a folder is no data set of Hugging Face's `save_to_disk`.
-
-    Raises:
-      ValueError: it is; the message says what to write instead.
-    """
+    """Check that a folder is no data set of Hugging Face's `save_to_disk`."""
     names = os.listdir(folder)
     if {"dataset_dict.json", "dataset_info.json"} & set(names) or any(name.endswith(".arrow") for name in names):
         raise ValueError(
@@ -46,12 +38,7 @@ def check_not_saved_to_disk(folder: str) -> None:
 def check_no_table(path: str, folders: Mapping[str, str]) -> None:
     """Check that a text file is no table of images, such as the `captions.txt` of Flickr8k.
 
-    Args:
-      path: path of the text file.
-      folders: folders of the images, by file name.
-
-    Raises:
-      ValueError: it is; the message says how to read it.
+    `folders` has the folders of the images, by file name.
     """
     head = b""
     with contextlib.suppress(OSError, ValueError), files.open_file(path) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -107,12 +108,7 @@ def _load_path(dataset: str, split: splits.Split, data_dir: str | Path) -> Sourc
             )
         if set(options) - {paths.OUTSIDE}:
             raise ValueError(f"expected no options for the mixture {path}, got {', '.join(options)}")
-        return load_mixture(
-            path,
-            split.name,
-            lambda component, component_split: load_source(component, component_split, data_dir),
-            outside,
-        )
+        return load_mixture(path, split.name, functools.partial(load_source, data_dir=data_dir), outside)
     if files.has_pattern(path) or path.endswith(_FILES):
         splits.check_only_split(path, split.name)
         return _load_files(files.expand(path), dataset, split.name, options)

@@ -202,23 +202,12 @@ def bad_record(record: str, error: Exception | str) -> BadRecordError:
 
 
 def starts_of(sizes: Iterable[int]) -> np.ndarray:
-    """Return the first index of each of several concatenated sequences, then the total size.
-
-    Args:
-      sizes: number of elements of each sequence, n in all.
-
-    Returns:
-      int64 [n + 1].
-    """
+    """Return the first index of each of n concatenated sequences of given sizes, then the total size: int64 [n + 1]."""
     return np.cumsum([0, *sizes])
 
 
 def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
-    """Find the sequence of an index of `starts_of`.
-
-    Returns:
-      (number of the sequence, index within it).
-    """
+    """Find the number of the sequence of an index, and the index within it; see `starts_of`."""
     number = int(np.searchsorted(starts, index, side="right")) - 1
     return number, index - int(starts[number])
 
@@ -229,20 +218,12 @@ def format_counts(counts: Mapping[str, int]) -> str:
 
 
 def check_index(index: int, size: int) -> None:
-    """Check that a sample index is in range.
-
-    Raises:
-      IndexError: the index is negative or too large.
-    """
+    """Check that a sample index is in range; raise `IndexError` otherwise."""
     if not 0 <= index < size:
         raise IndexError(f"index must be in [0, {size}), got {index}")
 
 
 def check_split(name: str, split: str, known: Sequence[str]) -> None:
-    """Check the name of a split.
-
-    Raises:
-      ValueError: the dataset does not have the split.
-    """
+    """Check that a dataset has a split."""
     if split not in known:
         raise ValueError(f"split of {name} must be one of {', '.join(known)}, got {split!r}")

@@ -1,16 +1,13 @@
-"""Captions and examples from the texts of files."""
+"""Captions from the texts of files."""
 
 from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from infcl_jax.data.sources.base import Example
-from infcl_jax.data.sources.files import check_size
 from infcl_jax.runtime.file_io import parse_json
 
 NONE = "none"  # value of the option "caption" for images without captions or labels
@@ -28,11 +25,7 @@ def largest(extension: str) -> int:
 
 
 def text(data: bytes) -> str:
-    """Decode a caption.
-
-    Raises:
-      ValueError: the caption is not UTF-8.
-    """
+    """Decode a caption; raise `ValueError` if it is not UTF-8."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -67,13 +60,9 @@ def json_captions(data: bytes, fields: Sequence[str] = JSON_FIELDS) -> list[str]
 
 
 def as_captions(value: Any) -> list[str] | None:
-    """Return the captions of a text or list of texts, without missing ones.
-
-    Returns:
-      Captions without blank, null and NaN ones; None if the value is of another type.
-    """
+    """Return a text or list of texts without blank, null and NaN ones; None if the value is of another type."""
     items = value if isinstance(value, list) else [value]
-    if not all(item is None or isinstance(item, str) or _is_nan(item) for item in items):
+    if not all(item is None or isinstance(item, str) or item != item for item in items):
         return None
     return [item.strip() for item in items if isinstance(item, str) and item.strip()]
 
@@ -81,10 +70,8 @@ def as_captions(value: Any) -> list[str] | None:
 def cell_captions(cell: str) -> list[str]:
     """Find the captions in a cell of a table.
 
-    Pandas writes lists as Python does ("['a', 'b']"), and arrays as NumPy does ("['a' 'b']").
-
-    Args:
-      cell: text, or list of texts in JSON, Python or NumPy; without surrounding white space.
+    Pandas writes lists as Python does ("['a', 'b']"), and arrays as NumPy does ("['a' 'b']"). The cell is a text, or a
+    list of texts in JSON, Python or NumPy, without surrounding white space.
     """
     if cell[:1] != "[" or cell[-1:] != "]":
         return [cell]
@@ -95,35 +82,3 @@ def cell_captions(cell: str) -> list[str]:
     if captions is None and _LIST.fullmatch(cell):
         captions = as_captions([ast.literal_eval(item) for item in _ITEM.findall(cell) if item[0] in "'\""])
     return [cell] if captions is None else captions
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
-def example(image: bytes, captions: Sequence[str], label: int = -1) -> Example:
-    """Create an example from an encoded image, its captions and its label.
-
-    Empty captions are left out.
-
-    Raises:
-      ValueError: the image or all captions are empty, or a caption is too long.
-    """
-    texts = tuple(caption for caption in captions if caption)
-    check_size(max(map(len, texts), default=0), LARGEST, "a caption")
-    if not texts:
-        raise ValueError("no caption")
-    if not image:
-        raise ValueError("the image is empty")
-    return {"image": image, "caption": texts[0], "captions": texts, "label": label}
-
-
-def uncaptioned_example(image: bytes, label: int = -1) -> Example:
-    """Create an example without captions.
-
-    Raises:
-      ValueError: the image is empty.
-    """
-    if not image:
-        raise ValueError("the image is empty")
-    return {"image": image, "caption": "", "captions": (), "label": label}

@@ -30,16 +30,9 @@ _LETTERS = pa.array([bytes([byte]) for byte in string.printable.encode() if byte
 def read_columns(
     file: parquet.ParquetFile, path: str, columns: Sequence[str], groups: Sequence[int] | None = None
 ) -> pa.Table:
-    """Read columns of a parquet file within a memory limit, with plain types.
+    """Read columns, or fields of structs such as "image.path", of a parquet file within a memory limit.
 
-    Args:
-      file: the open file.
-      path: path of the file.
-      columns: names of the columns, or of one field of a struct, such as "image.path".
-      groups: row groups; None: all of them.
-
-    Raises:
-      ValueError: the columns have far more bytes than the file.
+    Types are plain, see `plain_type`. Without `groups`, all row groups are read.
     """
     batches = list(_batches(file, path, columns, groups))
     return pa.Table.from_batches(batches, None if batches else _plain_schema(file.schema_arrow))
@@ -170,13 +163,9 @@ def first_paths(file: parquet.ParquetFile, path: str, column: str, count: int) -
 
 
 def image_fields(kind: pa.DataType) -> tuple[bool, bool] | None:
-    """Tell what the values of an image column can be.
+    """Tell whether the values of an image column can be encoded images, and whether they can be paths.
 
-    Args:
-      kind: plain type of the column. A struct has the fields "bytes" and "path", or one of them.
-
-    Returns:
-      Whether they can be encoded images, and whether they can be paths; None for a type of other values.
+    A struct has the fields "bytes" and "path", or one of them. Returns None for a type of other values.
     """
     data, path = (kind, pa.null()) if _is_binary(kind) else (pa.null(), kind)
     if pa.types.is_struct(kind):
@@ -210,11 +199,7 @@ def without_nan(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def is_filled(column: pa.ChunkedArray) -> np.ndarray:
     """Tell which values have a text that is not blank.
 
-    Args:
-      column: texts or lists of texts. Texts can be lists of texts in Python or JSON.
-
-    Raises:
-      ValueError: the column has values of another type.
+    Values are texts or lists of texts; another type is a `ValueError`. A text can be a list in Python or JSON.
     """
     kind = column.type
     if pa.types.is_null(kind):
@@ -222,7 +207,12 @@ def is_filled(column: pa.ChunkedArray) -> np.ndarray:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         if not (is_text(kind.value_type) or pa.types.is_null(kind.value_type)):
             raise ValueError(f"expected texts or lists of texts, got {kind}")
-        return np.concatenate([np.zeros(0, bool), *map(_is_list_filled, column.chunks)])
+        mask, start = np.zeros(len(column), bool), 0
+        for lists in column.chunks:
+            items = is_filled(pa.chunked_array([pc.list_flatten(lists)]))
+            mask[start + np.asarray(pc.list_parent_indices(lists))[items]] = True
+            start += len(lists)
+        return mask
     if not is_text(kind):
         raise ValueError(f"expected texts or lists of texts, got {kind}")
     large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
@@ -233,12 +223,6 @@ def is_filled(column: pa.ChunkedArray) -> np.ndarray:
         filled = filled.copy()
         filled[~filled] = ~np.asarray(pc.fill_null(pc.match_substring_regex(others, _BLANK), True))
     return filled
-
-
-def _is_list_filled(lists: pa.Array) -> np.ndarray:
-    mask = np.zeros(len(lists), bool)
-    mask[np.asarray(pc.list_parent_indices(lists))[is_filled(pa.chunked_array([pc.list_flatten(lists)]))]] = True
-    return mask
 
 
 def first_known(columns: Sequence[str], known: Sequence[str]) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from infcl_jax.data.sources import captions
 from infcl_jax.data.sources.base import Classes, Example, bad_record, check_index, format_counts
+from infcl_jax.data.sources.files import check_size
 from infcl_jax.data.sources.labels import prompts
 
 _logger = logging.getLogger(__name__)
@@ -50,9 +51,15 @@ class FileSource(abc.ABC):
         check_index(index, len(self))
         try:
             image, texts, label = self._read(index)
-            if self.images_only:
-                return captions.uncaptioned_example(image, label)
-            return captions.example(image, prompts(self.classes(), label) if texts is None else texts, label)
+            if texts is None and not self.images_only:
+                texts = prompts(self.classes(), label)
+            kept = () if self.images_only else tuple(filter(None, texts or ()))
+            check_size(max(map(len, kept), default=0), captions.LARGEST, "a caption")
+            if not (kept or self.images_only):
+                raise ValueError("no caption")
+            if not image:
+                raise ValueError("the image is empty")
+            return {"image": image, "caption": kept[0] if kept else "", "captions": kept, "label": label}
         except Exception as error:  # file systems and parsers raise any exception
             raise bad_record(self.describe(index), error) from error
 
@@ -65,11 +72,7 @@ class FileSource(abc.ABC):
         return self.name
 
     def classes(self) -> Classes:
-        """Return the classes.
-
-        Raises:
-          ValueError: there are none, or they are damaged; the message says what to add.
-        """
+        """Return the classes; raise `ValueError` if there are none, or they are damaged, saying what to add."""
         if isinstance(self._classes, str):
             raise ValueError(self._classes)
         return self._classes

@@ -70,11 +70,7 @@ def expand(path: str) -> list[str]:
 
 
 def expand_braces(path: str) -> list[str]:
-    """List the paths that braces stand for.
-
-    Raises:
-      ValueError: braces are damaged or too many, or stand for more than 2^20 paths.
-    """
+    """List the paths that braces stand for, at most 2^20; raise `ValueError` for damaged or too many braces."""
     if "{" in path and (len(path) > _MAX_PATTERN or path.count("{") > _MAX_BRACES):
         raise ValueError(
             f"expected at most {_MAX_PATTERN} characters and {_MAX_BRACES} braces in a pattern, got {path[:100]}"
@@ -120,12 +116,7 @@ def _file_system(path: str) -> tuple[Any, str]:
 
 
 def stamp(path: str) -> FileStamp:
-    """Get size and modification time of a file.
-
-    Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: it is a folder, FIFO, socket or device.
-    """
+    """Get size and modification time of a regular file; see `open_file`."""
     if is_remote(path):
         system, name = _file_system(path)
         info = system.info(name)
@@ -166,11 +157,7 @@ def is_compressed_tar(name: str) -> bool:
 
 
 def check_uncompressed(paths: Iterable[str]) -> None:
-    """Check that no name is that of a compressed tar file.
-
-    Raises:
-      ValueError: a name ends in ".tar.gz", ".tgz" or the like.
-    """
+    """Check that no name is that of a compressed tar file, such as "a.tar.gz"."""
     for path in paths:
         if match := _COMPRESSED_TAR.search(path):
             extension = (match[1] or match[2]).lower()
@@ -200,12 +187,7 @@ def is_file(path: str) -> bool:
 
 
 def read_file(path: str, limit: int = LARGEST_TEXT) -> bytes:
-    """Read a whole file of at most `limit` bytes.
-
-    Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: it is larger, or it is a folder, FIFO, socket or device.
-    """
+    """Read a whole regular file of at most `limit` bytes; raise `ValueError` for a larger one, see `open_file`."""
     with open_file(path) as file:
         if not is_remote(path):
             size = os.fstat(file.fileno()).st_size  # 0 for files of /proc, which may never end
@@ -222,11 +204,7 @@ def read_json(path: str, kind: type = dict) -> Any:
 
 
 def check_size(size: int, limit: int, name: str) -> None:
-    """Check a size before it is read.
-
-    Raises:
-      ValueError: it is above the limit.
-    """
+    """Check a size in bytes before it is read."""
     if size > limit:
         raise ValueError(f"expected at most {limit} bytes in {name}, got {size}")
 
@@ -249,10 +227,7 @@ class Files:
     """Byte ranges of a list of files.
 
     Threads and forked processes can read at the same time, because no file position is used. Files are opened on
-    demand, and again after pickling.
-
-    Args:
-      paths: local paths, or URLs that fsspec reads.
+    demand, and again after pickling. Paths are local, or URLs that fsspec reads.
     """
 
     def __init__(self, paths: Sequence[str]):

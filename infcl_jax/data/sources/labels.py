@@ -52,11 +52,8 @@ class ClassNames:
         """Return the label of a value: a class, or the label itself.
 
         Underscores of a class may be spaces in its name.
-
-        Raises:
-          ValueError: the class is unknown, or the label is out of range.
         """
-        for text in (value, value.replace("_", " ")):
+        for text in (value, _spaced(value)):
             if text in self.labels:
                 return self.labels[text]
         if _INTEGER.fullmatch(value) and UNLABELED <= int(value) < len(self.names):
@@ -71,16 +68,7 @@ def read_class_names(folder: str) -> ClassNames | None:
 
     `classes.txt` has one name per line, in label order. `classes.json` is a list of names in label order, an object of
     names by value ({"n02123045": "tabby cat"}) in label order, or an object of labels by name ({"tabby cat": 0}). They
-    are in the folder of the data, or above it if the folder is that of a split.
-
-    Args:
-      folder: folder of the data.
-
-    Returns:
-      The class names, or None without a file.
-
-    Raises:
-      ValueError: the file is damaged or has no names.
+    are in the folder of the data, or above it if the folder is that of a split. Returns None without such a file.
     """
     path = _find(folder, CLASS_FILES)
     if path is None:
@@ -92,75 +80,55 @@ def read_class_names(folder: str) -> ClassNames | None:
 
 
 def read_templates(folder: str) -> Templates:
-    """Read the prompt templates next to the data.
+    """Read the prompt templates next to the data; `PHOTO_TEMPLATES` without a file.
 
     `templates.txt` has one per line, `templates.json` is read by `json_templates`.
-
-    Returns:
-      Templates with "{}" for the class name, or prompts by class; `PHOTO_TEMPLATES` without a file.
-
-    Raises:
-      ValueError: a template lacks "{}" or "{c}", or the JSON file is damaged.
     """
     path = _find(folder, (TEMPLATE_FILE, PROMPTS_FILE))
     if path is None:
         return PHOTO_TEMPLATES
     if path.endswith(".json"):
         return json_templates(path)
-    templates = [template.replace("{c}", "{}") for template in _lines(path)]
-    for number, template in enumerate(templates, 1):
-        if "{}" not in template:
-            raise ValueError(f'{path}, line {number}: expected "{{}}" or "{{c}}" for the class name, got {template!r}')
-    return tuple(templates)
+    return _checked_templates(_lines(path), f"{path}, line")
 
 
 def json_templates(path: str) -> Templates:
-    """Read a JSON file of prompt templates, or of prompts by class name.
-
-    Raises:
-      ValueError: the file is neither a list of texts with "{}" or "{c}" nor an object of texts by class.
-    """
+    """Read a JSON file of a list of prompt templates, or of an object of prompts by class name."""
     content: Any = files.read_json(path, object)
     if isinstance(content, dict):
         return checked_prompts(content, path)
-    templates = _texts(content, path)
-    for number, template in enumerate(templates, 1):
-        if "{}" not in template.replace("{c}", "{}"):
+    hint = '; prompts of single classes are an object, {"CLASS": ["PROMPT", ...]}'
+    return _checked_templates(_texts(content, path), f"{path}, text", hint)
+
+
+def _checked_templates(templates: Sequence[str], origin: str, hint: str = "") -> tuple[str, ...]:
+    """Return templates with "{}" for the class name in place of "{c}"."""
+    result = tuple(template.replace("{c}", "{}") for template in templates)
+    for number, template in enumerate(result, 1):
+        if "{}" not in template:
             raise ValueError(
-                f'{path}, text {number}: expected "{{}}" or "{{c}}" for the class name, got {template!r}; prompts of'
-                ' single classes are an object, {"CLASS": ["PROMPT", ...]}'
+                f'{origin} {number}: expected "{{}}" or "{{c}}" for the class name, got {template!r}{hint}'
             )
-    return tuple(template.replace("{c}", "{}") for template in templates)
+    return result
 
 
 def checked_prompts(prompts: Mapping[str, Any], origin: str) -> dict[str, tuple[str, ...]]:
-    """Return the prompts of each class as tuples; a text is one prompt.
-
-    Raises:
-      ValueError: a class has no prompts, or other values than texts.
-    """
+    """Return the prompts of each class as tuples of at least one text; a text is one prompt."""
     return {str(name): _texts(texts, f"{origin}, class {str(name)[:40]!r}") for name, texts in prompts.items()}
 
 
 def class_templates(templates: Templates, names: Sequence[str], origin: str) -> tuple[Any, ...]:
-    """Return the field `templates` of `Classes`.
+    """Return the field `templates` of `Classes` from templates, which stay, or prompts of each class in `names`.
 
-    Underscores of a class may be spaces in its name. A class name replaces "{}" and "{c}" in its prompts.
-
-    Args:
-      templates: templates, which stay, or prompts by class name.
-      names: class names in label order.
-      origin: file or setting of the templates, for messages.
-
-    Raises:
-      ValueError: a class has no prompts.
+    Underscores of a class may be spaces in its name. A class name replaces "{}" and "{c}" in its prompts. `origin` is
+    the file or setting of the templates, for messages.
     """
     if not isinstance(templates, Mapping):
         return tuple(templates)
-    by_name = {name.replace("_", " "): texts for name, texts in templates.items()} | dict(templates)
-    missing = [name for name in dict.fromkeys(names) if name not in by_name and name.replace("_", " ") not in by_name]
-    keys = {name.replace("_", " ") for name in names}
-    unknown = [name for name in templates if name.replace("_", " ") not in keys]
+    by_name = {_spaced(name): texts for name, texts in templates.items()} | dict(templates)
+    chosen = [by_name.get(name, by_name.get(_spaced(name), ())) for name in names]
+    missing = [name for name, texts in dict(zip(names, chosen, strict=True)).items() if not texts]
+    unknown = [name for name in templates if _spaced(name) not in set(map(_spaced, names))]
     if missing:
         raise ValueError(
             f"{origin}: expected prompts of all {len(names)} classes, got none of {_some(missing)}"
@@ -168,11 +136,14 @@ def class_templates(templates: Templates, names: Sequence[str], origin: str) -> 
         )
     if unknown:
         _logger.warning("%s: prompts without a class are not used: %s", origin, _some(unknown))
-    chosen = [by_name[name] if name in by_name else by_name[name.replace("_", " ")] for name in names]
     return tuple(
         tuple(text.replace("{c}", name).replace("{}", name) for text in texts)
         for name, texts in zip(names, chosen, strict=True)
     )
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -197,23 +168,21 @@ def label_values(
     names, the sorted values have the names in order. Without class names, the sorted values are the classes.
 
     Args:
-      values: distinct values.
+      values: distinct values; integers need class names.
       folder: folder of the data.
       data: description of the data, for messages.
       own_names: class names of the data itself in label order, used without class names next to it.
 
     Returns:
       The label of each value, and the classes.
-
-    Raises:
-      ValueError: there are no values, a value has no class, or the values are integers without class names.
     """
     if not values:
         raise ValueError(f"{data} has no labels; expected class names or integers")
     ordered = sorted(values)
+    by_order = {value: label for label, value in enumerate(ordered)}
     names = read_class_names(folder)
     if names is None and own_names is not None:
-        spaced = tuple(name.replace("_", " ") for name in own_names)
+        spaced = tuple(map(_spaced, own_names))
         names = ClassNames(data, spaced, {name: label for label, name in reversed(list(enumerate(spaced)))})
     integers = all(map(_INTEGER.fullmatch, ordered))
     if names is None:
@@ -222,11 +191,10 @@ def label_values(
                 f"{data} has the labels {', '.join(ordered[:3])}{', ...' if len(ordered) > 3 else ''} without class"
                 f" names; put a {CLASS_FILES[0]} with one name per line into the folder {folder or '.'}"
             )
-        class_names = tuple(value.replace("_", " ") for value in ordered)
-        return {value: label for label, value in enumerate(ordered)}, folder_classes(class_names, folder)
-    known = names.labels.keys() & {*ordered, *(value.replace("_", " ") for value in ordered)}
+        return by_order, folder_classes(tuple(map(_spaced, ordered)), folder)
+    known = names.labels.keys() & {*ordered, *map(_spaced, ordered)}
     if not integers and not known and len(ordered) == len(names.names):
-        return {value: label for label, value in enumerate(ordered)}, folder_classes(names.names, folder)
+        return by_order, folder_classes(names.names, folder)
     try:
         labels = {value: names.label(value) for value in ordered}
     except ValueError as error:
@@ -235,21 +203,13 @@ def label_values(
 
 
 def folder_classes(names: tuple[str, ...], folder: str) -> Classes:
-    """Return classes with the templates or prompts next to the data.
-
-    Raises:
-      ValueError: see `read_templates` and `class_templates`.
-    """
+    """Return classes with the templates or prompts next to the data."""
     origin = _find(folder, (PROMPTS_FILE,)) or ""
     return Classes(names, class_templates(read_templates(folder), names, origin))
 
 
 def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:
-    """Convert a column of labels to strings, "" for null, NaN and -1, Hugging Face's value of no label.
-
-    Raises:
-      ValueError: the column has other values than texts and numbers.
-    """
+    """Convert a column of texts or numbers to strings, "" for null, NaN and -1, Hugging Face's value of no label."""
     try:
         strings = pc.utf8_trim_whitespace(pc.fill_null(column.cast(pa.string()), ""))
         strings = pc.replace_substring_regex(strings, r"^([+-]?\d+)\.0*$", r"\1")  # pandas writes integers as floats
@@ -262,19 +222,10 @@ def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:
 def column_labels(
     columns: Sequence[pa.ChunkedArray], folder: str, data: str, own_names: Sequence[str] | None = None
 ) -> tuple[list[np.ndarray], Classes]:
-    """Assign labels to the rows of columns, see `label_values`.
-
-    Args:
-      columns: results of `label_strings`.
-      folder: folder of the tables.
-      data: description of the column, for messages.
-      own_names: see `label_values`.
+    """Assign labels to the rows of columns, results of `label_strings`; see `label_values`.
 
     Returns:
       int32 [rows] for each column, -1 without label, and the classes.
-
-    Raises:
-      ValueError: see `label_values`, or there are too many classes.
     """
     values = pc.unique(pa.chunked_array([pc.unique(column) for column in columns]))
     if len(values) > _MAX_CLASSES:

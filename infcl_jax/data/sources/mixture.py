@@ -82,11 +82,7 @@ class MixtureSource(SourceView):
         return np.concatenate([images + start for images, start in zip(numbers, starts, strict=False)])
 
     def classes(self) -> Classes:
-        """Return the classes of the components.
-
-        Raises:
-          ValueError: a component has no classes, or others than the first.
-        """
+        """Return the classes of the components, which must be the same."""
         found = [classes(component) for component in self._components]
         if any(component.names != found[0].names for component in found):
             raise ValueError(f"expected components of {self.name} with the same classes; evaluate each of them alone")
@@ -130,11 +126,8 @@ class _Interleaved(grain.MapDataset):
 def interleave(row: int, weights: Sequence[int]) -> tuple[int, int]:
     """Return the component of a global row, and the row within that component.
 
-    Of the first n rows, component i gets its share w_i / sum(w) to within the number of components.
-
-    Args:
-      row: global row, at least 0.
-      weights: positive integers.
+    Of the first n rows, component i gets its share w_i / sum(w) to within the number of components. Weights are
+    positive integers.
     """
     remaining = sum(weights)
     for component, weight in enumerate(weights):
@@ -169,10 +162,6 @@ def load_mixture(
       load: `load(dataset, split)` opens a component.
       outside: whether components are also on other file systems, or only in the folder of the file; see
         `paths.resolve`.
-
-    Raises:
-      FileNotFoundError: the file or a component does not exist.
-      ValueError: the file is damaged, or a component is wrong or out of bounds.
     """
     entries = _entries(path)
     components: dict[str, Source] = {}

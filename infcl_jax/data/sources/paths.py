@@ -29,11 +29,7 @@ def split_options(dataset: str) -> tuple[str, dict[str, str]]:
 
 
 def outside_option(options: Mapping[str, str]) -> bool | None:
-    """Return the option "outside", or None without it.
-
-    Raises:
-      ValueError: it is neither "true" nor "false".
-    """
+    """Return the option "outside", or None without it."""
     value = options.get(OUTSIDE)
     if value not in (None, "true", "false"):
         raise ValueError(f"expected {OUTSIDE}=true or {OUTSIDE}=false, got {OUTSIDE}={value}")
@@ -68,11 +64,7 @@ def resolve(path: str, folder: str, outside: bool | None = None) -> str:
 
 
 def check_inside(path: str, folder: str) -> None:
-    """Check that a path is in a folder, with all links resolved.
-
-    Raises:
-      ValueError: it is outside.
-    """
+    """Check that a path is in a folder, with all links resolved."""
     if not _is_below(_normal(_real(path)), _normal(_real(folder))):
         raise ValueError(f"expected a path inside the folder {folder or '.'}, got {path[:300]!r}")
 
@@ -109,32 +101,19 @@ def column(names: Sequence[str]) -> pa.ChunkedArray:
 
 
 def report_outside(name: str, columns: Sequence[pa.ChunkedArray], folder: str, *, refuse: bool = False) -> None:
-    """Log how many paths of a dataset are outside its folder, if any.
-
-    Args:
-      name: name of the dataset.
-      columns: paths, see `are_outside`.
-      folder: see `resolve`.
-      refuse: whether such paths are an error.
-
-    Raises:
-      ValueError: paths are outside and refused.
-    """
+    """Log how many paths of a dataset are outside its folder, if any, or refuse them; see `are_outside`."""
     masks = [are_outside(rows, folder) for rows in columns]
     count = sum(int(mask.sum()) for mask in masks)
     if not count:
         return
-    first = next(_text(rows[int(mask.argmax())]) for rows, mask in zip(columns, masks, strict=True) if mask.any())
+    column, row = next((rows, mask.argmax()) for rows, mask in zip(columns, masks, strict=True) if mask.any())
+    first = os.fsdecode(column[int(row)].as_py())
     problem = (
         f"{count} of {sum(map(len, masks))} paths outside the folder {folder or '.'}, the first is {first[:300]!r}"
     )
     if refuse:
         raise ValueError(f"{name} has {problem}; {OUTSIDE}=false refuses them")
     _logger.warning("%s has %s; ?%s=false refuses them", name, problem, OUTSIDE)
-
-
-def _text(value: pa.Scalar) -> str:
-    return os.fsdecode(value.as_py())
 
 
 def _file_system(path: str) -> str:

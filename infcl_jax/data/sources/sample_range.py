@@ -33,11 +33,7 @@ class SourceView(abc.ABC):
 
     @abc.abstractmethod
     def locate(self, index: int) -> tuple[Source, int]:
-        """Return the source of a sample and the index within it.
-
-        Raises:
-          IndexError: the index is negative or too large.
-        """
+        """Return the source of a sample and the index within it; raise `IndexError` if there is no such sample."""
 
     def __getitem__(self, index: int) -> Example:
         source, row = self.locate(index)
@@ -61,13 +57,7 @@ class SourceView(abc.ABC):
 
 
 class SampleRange(SourceView):
-    """Samples [start, stop) of a source.
-
-    Args:
-      source: source of the samples.
-      start: first sample.
-      stop: sample after the last one.
-      split: name of the range.
+    """Samples [start, stop) of a source, as the split `split`.
 
     Attributes:
       dropped: number of samples that the whole source leaves out, by reason.
@@ -98,11 +88,8 @@ class SampleRange(SourceView):
 class CaptionedImages(SampleRange):
     """Images of a source, each with the captions of all its samples.
 
-    An image has the name and label of its first sample. It is a bad record if any of its samples is.
-
-    Args:
-      source: source of the samples.
-      images: int [len(source)], number of the image of each sample.
+    An image has the name and label of its first sample. It is a bad record if any of its samples is. `images` has the
+    number of the image of each sample, int [len(source)].
     """
 
     def __init__(self, source: Source, images: np.ndarray):

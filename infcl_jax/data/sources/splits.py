@@ -47,11 +47,7 @@ def _position(bound: str, size: int) -> int:
 
 
 def parse_split(split: str) -> Split:
-    """Parse a split name with bounds.
-
-    Raises:
-      ValueError: the syntax is wrong.
-    """
+    """Parse a split name with bounds."""
     match = _SLICE.fullmatch(split)
     if match is None:
         raise ValueError(f"expected a split such as train, train[:90%] or train[100:200], got {split!r}")
@@ -72,9 +68,6 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
 
     Returns:
       Sorted paths of files with the same extension, or the path of one folder.
-
-    Raises:
-      ValueError: the folder has other splits, files of several kinds, or compressed ones among its tar files.
     """
     with os.scandir(folder) as entries:  # tells folders without a request for each file
         are_folders = {entry.name: files.is_folder(entry) for entry in entries if not is_hidden(entry.name)}
@@ -141,11 +134,7 @@ def _has_status(path: str) -> bool:
 
 
 def check_only_split(path: str, split: str) -> None:
-    """Check the split of files that are one split.
-
-    Raises:
-      ValueError: the split is neither "train" nor "all", nor a word of the path's last component.
-    """
+    """Check that the split of files that are one split is "train", "all" or a word of the path's last component."""
     if split not in ("train", WHOLE) and not aliases_of(split) & words(files.name_of(path)):
         raise ValueError(f"{path} is one split, train, got split {split!r}; use train, or bounds such as train[90%:]")
 

@@ -72,10 +72,9 @@ class TableFile:
         self.images_folder = options.get("folder") or self.folder
         self.class_names: tuple[str, ...] | None = None
         self.embedded = embedded
-        self._outside = outside_option(options)
+        self._options, self._outside = options, outside_option(options)
         self._groups: RowGroups | None = None
-        read = self._read_parquet if path.endswith(".parquet") else self._read_text
-        table = read(path, options)
+        table = self._read_parquet() if path.endswith(".parquet") else self._read_text()
         for name in self._captions:
             table = table.set_column(table.column_names.index(name), name, without_nan(table.column(name)))
         self._label_values = table.column(self._label) if self._label else None
@@ -90,23 +89,15 @@ class TableFile:
         self.paths = None if paths is None or not len(self) else paths.filter(kept)
         self._check_paths()
 
-    def _choose_columns(
-        self, columns: Sequence[str], options: Mapping[str, str], image: str | None = None
-    ) -> list[str]:
-        """Choose the columns to read.
+    def _choose_columns(self, columns: Sequence[str], image: str | None = None) -> list[str]:
+        """Return the names of the columns to read, that of the images first.
 
-        Args:
-          columns: names of all columns.
-          options: options of `TableSource`.
-          image: name of the image column unless there is such an option; None: the first known name.
-
-        Returns:
-          Names of the chosen columns, that of the images first.
+        `image` is the name of the image column unless there is such an option; None: the first known name.
         """
         self.columns = ", ".join(columns)[:_SHOWN]
-        requested = [column for column in options.get("caption", "").split(",") if column]
-        self.image_column = options.get("image") or image or self._detect(columns, "image", IMAGE_COLUMNS)
-        self._label = options.get("label") or first_known(columns, LABEL_COLUMNS)
+        requested = [column for column in self._options.get("caption", "").split(",") if column]
+        self.image_column = self._options.get("image") or image or self._detect(columns, "image", IMAGE_COLUMNS)
+        self._label = self._options.get("label") or first_known(columns, LABEL_COLUMNS)
         self._images_only = requested == [captions.NONE]
         if self._images_only:
             requested, self._label = [], None
@@ -126,22 +117,21 @@ class TableFile:
     def _detect(self, columns: Sequence[str], option: str, known: Sequence[str]) -> str:
         column = first_known(columns, known)
         if column is None:
-            header = (
-                "" if self.path.endswith((".parquet", ".jsonl")) else ", or put a line of names in front of the rows"
-            )
+            has_header = not self.path.endswith((".parquet", ".jsonl"))
             raise ValueError(
                 f"{self.path} has no {option} column; its columns are {self.columns}: name one with ?{option}=COLUMN"
-                + header
+                + (", or put a line of names in front of the rows" if has_header else "")
             )
         return column
 
-    def _read_parquet(self, path: str, options: Mapping[str, str]) -> pa.Table:
+    def _read_parquet(self) -> pa.Table:
+        path = self.path
         try:
             if not files.is_remote(path):
                 open_regular(path).close()  # Arrow reads local files itself, and waits for FIFOs
             file = parquet.ParquetFile(files.open_file(path) if files.is_remote(path) else path)
             types = {field.name: plain_type(field.type) for field in file.schema_arrow}
-            image, *used = self._choose_columns(file.schema_arrow.names, options, self._parquet_images(file, types))
+            image, *used = self._choose_columns(file.schema_arrow.names, self._parquet_images(file, types))
             has_bytes, has_paths = self._image_fields(types[image])
             if has_bytes:
                 groups = RowGroups(file, path, image)
@@ -179,15 +169,13 @@ class TableFile:
         keys = first_paths(file, self.path, column, _CHECKED)
         return bool(keys) and self._path_problem(keys, column) is None
 
-    def _read_text(self, path: str, options: Mapping[str, str]) -> pa.Table:
-        def choose(columns: Sequence[str]) -> list[str]:
-            return self._choose_columns(columns, options)
-
+    def _read_text(self) -> pa.Table:
+        path = self.path
         try:
             with files.open_file(path) as file:
                 if path.endswith(".jsonl"):
-                    return read_json_lines(file, path, choose)
-                table, damaged = read_csv(file, path, choose, self._is_image)
+                    return read_json_lines(file, path, self._choose_columns)
+                table, damaged = read_csv(file, path, self._choose_columns, self._is_image)
         except (pa.ArrowException, UnicodeDecodeError, CSVError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} cannot be read: {reason}; check that it is a table in UTF-8") from error
@@ -224,7 +212,7 @@ class TableFile:
         if self._images_only:
             texts = np.ones(len(images), bool)  # a table without columns has no rows
         elif self.captioned:
-            texts = np.any([self._is_filled(table, name) for name in self._captions], axis=0)
+            texts = np.any([self._filled_captions(table, name) for name in self._captions], axis=0)
         else:
             texts = np.asarray(pc.not_equal(self.label_strings(), ""))
         for reason, mask in (("no image", ~images), ("no caption" if self.captioned else "no label", images & ~texts)):
@@ -232,7 +220,7 @@ class TableFile:
                 self.dropped[reason] = int(mask.sum())
         return images & texts
 
-    def _is_filled(self, table: pa.Table, column: str) -> np.ndarray:
+    def _filled_captions(self, table: pa.Table, column: str) -> np.ndarray:
         try:
             return is_filled(table.column(column))
         except ValueError as error:
@@ -294,11 +282,7 @@ class TableFile:
         return result
 
     def label_strings(self) -> pa.ChunkedArray:
-        """Return the label column as strings, "" where there is none.
-
-        Raises:
-          ValueError: there is no label column, or it has other values than texts and numbers.
-        """
+        """Return the label column as strings, "" where there is none."""
         if self._label is None:
             raise ValueError(
                 f"{self.path} has no label column; its columns are {self.columns}: name one with ?label=COLUMN"
@@ -311,12 +295,11 @@ class TableFile:
 
     def image_names(self) -> list[str]:
         """Name the image of each row by path or hash."""
-        names = []
-        for row in range(len(self)):
-            key = self.key(row)
-            path = key if files.is_remote(key) else os.path.join(self.images_folder, key)
-            names.append((path if files.is_remote(path) else os.path.abspath(path)) if key else self._image_hash(row))
-        return names
+        keys = enumerate(map(self.key, range(len(self))))
+        return [files.absolute(self._join(key)) if key else self._image_hash(row) for row, key in keys]
+
+    def _join(self, key: str) -> str:
+        return key if files.is_remote(key) else os.path.join(self.images_folder, key)
 
     def _image_hash(self, row: int) -> str:
         try:

@@ -91,16 +91,12 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes:
 def members(file: BinaryIO, end: int, problems: list[str]) -> Iterator[tuple[str, int, int, int]]:
     """List the regular files of a tar file in ustar, GNU or PAX format.
 
-    A member with a damaged header is left out. The listing continues at the next intact header.
-
-    Args:
-      file: tar file, or its first members.
-      end: size of the tar file, in bytes.
-      problems: list that receives one line for each damaged header.
+    A member with a damaged header is left out. The listing continues at the next intact header. The list `problems`
+    receives one line for each damaged header.
 
     Yields:
       (name, offset of the contents, size of the contents, blocks of the extended headers before the header).
-      Offset and size are in bytes.
+      Offset and size are in bytes, as is `end`, the size of the tar file.
 
     Raises:
       DamagedTarError: the file is truncated, or no intact header follows a damaged one; the message has the byte.
@@ -111,7 +107,9 @@ def members(file: BinaryIO, end: int, problems: list[str]) -> Iterator[tuple[str
     while offset < end:
         header = _read(file, offset, BLOCK)
         if header == _END:
-            return _check_end(file, offset)
+            if any(_read(file, offset, _RECORD)):  # more than padding
+                raise DamagedTarError(f"damaged: data follows the end-of-archive marker at byte {offset}")
+            return
         try:
             kind, own_name, own_size = _parse(header, offset)
         except DamagedHeaderError as error:
@@ -142,12 +140,6 @@ def members(file: BinaryIO, end: int, problems: list[str]) -> Iterator[tuple[str
     raise DamagedTarError(f"truncated: no end-of-archive marker at byte {end}")
 
 
-def _check_end(file: BinaryIO, offset: int) -> None:
-    """Check that only padding follows the end-of-archive marker, and not further members."""
-    if any(_read(file, offset, _RECORD)):
-        raise DamagedTarError(f"damaged: data follows the end-of-archive marker at byte {offset}")
-
-
 def _next_header(file: BinaryIO, offset: int, end: int) -> int | None:
     """Return the byte of the first intact header from `offset` on, or None."""
     for start in range(offset, min(end, offset + _LARGEST), _SEARCH_WINDOW):  # no member that is read is larger
@@ -174,10 +166,9 @@ def _is_hidden_path(folder: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a member's name at the first dot of its last component.
+    """Split a member's name at the first dot of its last component into key and extension, which is in lower case.
 
-    Returns:
-      (key, lower-case extension); the key of a hidden file is empty.
+    The key of a hidden file is empty.
     """
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
@@ -189,7 +180,9 @@ def _parse(header: bytes, offset: int) -> tuple[bytes, str, int]:
         raise DamagedTarError(f"truncated: the header at byte {offset} has {len(header)} of {BLOCK} bytes")
     try:
         checksum = int(header[148:156].strip(b" \0") or b"0", 8)
-        size = int(header[124:136].strip(b" \0") or b"0", 8) if header[124] < 128 else _binary(header[124:136])
+        size = int(header[124:136].strip(b" \0") or b"0", 8) if header[124] < 128 else -1
+        if header[124] == 128:  # base 256, of GNU
+            size = int.from_bytes(header[125:136], "big")
     except ValueError:
         checksum = size = -1
     if size < 0 or checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
@@ -198,11 +191,6 @@ def _parse(header: bytes, offset: int) -> tuple[bytes, str, int]:
     if header[257:263] == b"ustar\0" and header[345]:
         name = f"{_text(header[345:500])}/{name}"
     return header[156:157], name, size
-
-
-def _binary(field: bytes) -> int:
-    """Decode the base-256 number of a GNU header."""
-    return int.from_bytes(field[1:], "big") if field[0] == 128 else -1
 
 
 def _text(field: bytes) -> str:
@@ -227,16 +215,8 @@ def scan(file: BinaryIO, end: int, layout: Layout) -> ShardScan:
     """Group the members of a tar file into samples.
 
     Members whose names are equal up to the first dot of the last component belong to one sample, in any order. Hidden
-    files and files in hidden folders are no members.
-
-    Args:
-      file: tar file, with a buffer.
-      end: size of the tar file, in bytes.
-      layout: members of a sample.
-
-    Returns:
-      The samples with an image and a caption. A truncated file gives those before its end, a file with damaged headers
-      those of all other members.
+    files and files in hidden folders are no members. A truncated file gives the samples before its end, a file with
+    damaged headers those of all other members. The file is buffered, and `end` is its size in bytes.
     """
     images = IMAGES if layout.image is None else (layout.image,)
     fields = dict.fromkeys(images, 0) | {extension: 2 + 2 * i for i, extension in enumerate(layout.captions)}

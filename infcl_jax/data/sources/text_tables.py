@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import itertools
 import logging
 import math
@@ -14,7 +15,6 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 from pyarrow import csv, json
 
-from infcl_jax.data.sources.quotes import Quotes, scan_quotes, swallowed_rows
 from infcl_jax.runtime.file_io import parse_json
 
 _BLOCK = 2**26  # bytes of text parsed at once; longer than any row
@@ -24,6 +24,10 @@ _AS_TEXT = "all quotes are read as text"
 _NESTED = 64  # levels of a JSON value; Arrow recurses without a limit
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # of JSON
+_QUOTES_BLOCK = 2**24  # bytes of a file scanned for quotes at once
+_LONGEST_CELL = 2**26  # bytes of a quoted cell, as of a block that Arrow parses
+_LINE_BREAK = re.compile(rb"\r\n?|\n")
+_SWALLOWED = 0.9  # least fraction of a cell's lines that are rows; the rest can be damaged rows
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _TYPES = {str: "a text", dict: "an object", bool: "true or false", int: "a number", float: "a number"}
 
@@ -40,15 +44,12 @@ def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[byte
 
     Args:
       file: the open file.
-      path: path of the file.
+      path: path of the file, for messages.
       choose: see `Choose`.
       is_image: whether a text is the name of an image.
 
     Returns:
       The table, and the number of rows with a wrong number of columns, which are left out.
-
-    Raises:
-      pa.ArrowException, UnicodeDecodeError, csv.Error: the file is damaged.
     """
     header = file.readline(_HEADER).decode("utf-8-sig").splitlines()[:1]
     separator = next((separator for separator in _SEPARATORS if separator in "".join(header)), ",")
@@ -57,7 +58,7 @@ def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[byte
     image = names.index(used[0])
     file.seek(0)
     quotes = scan_quotes(
-        file, separator, lambda lines: swallowed_rows(lines, separator.encode(), len(names), image, is_image)
+        file, separator, lambda lines: _swallowed_rows(lines, separator.encode(), len(names), image, is_image)
     )
     if separator == "\t" and quotes.stray:
         _logger.warning("%s: the quote in line %d does not enclose a cell; %s", path, quotes.stray, _AS_TEXT)
@@ -80,6 +81,96 @@ def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[byte
             reason,
         )
     return table, damaged
+
+
+@dataclasses.dataclass
+class Quotes:
+    """Quotes of a file.
+
+    Attributes:
+      present: whether there is any.
+      line_breaks: whether a quoted cell has a line break.
+      stray: number of the line, from 1, of the first quoted cell without closing quote, or with text behind it.
+      swallowing: the same, of the first quoted cell whose lines look like rows.
+      images: images of these rows in the first such cells.
+    """
+
+    present: bool = False
+    line_breaks: bool = False
+    stray: int | None = None
+    swallowing: int | None = None
+    images: list[bytes] = dataclasses.field(default_factory=list)
+
+
+def scan_quotes(file: BinaryIO, separator: str, swallowed: Callable[[list[bytes]], list[bytes]]) -> Quotes:
+    """Scan a table for quotes up to the first stray one.
+
+    `swallowed` returns the images of the rows that the lines of a quoted cell look like.
+    """
+    end = rf"[{re.escape(separator)}\r\n]"
+    # A quote behind a separator begins a quoted cell; others are text.
+    text, begin = rf'"(?<=[^{end[1:]}")', rf'"(?<![^{end[1:]}")'
+    simple = re.compile(rf'(?:[^"]++|{text}|{begin}(?:[^"\r\n]++|"")*+"(?={end}))*+'.encode())  # without line breaks
+    opened = re.compile(rb'"(?:[^"]++|"")*+')
+    closed = re.compile(rf'"{end}'.encode())
+    result, data, line, more = Quotes(), b"", 1, True
+    while more and len(data) <= _LONGEST_CELL:
+        block = file.read(_QUOTES_BLOCK)
+        more = bool(block)
+        data += block or b"\n"
+        stop = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        position, counted = 0 if b'"' in data else stop, 0
+        result.present |= position < stop
+        while position < stop and (position := _end(simple, data, position, stop)) < stop:
+            behind = _end(opened, data, position, stop)
+            if behind == stop and more and stop - position <= _LONGEST_CELL:
+                break  # the rest of the cell is in the next block
+            line, counted = line + data.count(b"\n", counted, position), position
+            if not closed.match(data, behind, stop):
+                result.stray = line
+                return result
+            result.line_breaks = True
+            images = swallowed(_LINE_BREAK.split(data[position + 1 : behind]))
+            if images:
+                result.swallowing = result.swallowing or line
+                result.images += images
+            position = behind + 1
+        line += data.count(b"\n", counted, position)
+        data = data[position:]
+    return result
+
+
+def _end(pattern: re.Pattern[bytes], data: bytes, position: int, stop: int) -> int:
+    match = pattern.match(data, position, stop)
+    return position if match is None else match.end()
+
+
+def _swallowed_rows(
+    lines: list[bytes], separator: bytes, columns: int, image: int, is_image: Callable[[bytes], bool]
+) -> list[bytes]:
+    """Return the images of the lines of a quoted cell that has swallowed rows: nearly all lines are rows.
+
+    Args:
+      lines: lines of the cell, at least two.
+      separator: separator of the cells.
+      columns: number of columns.
+      image: index of the image column.
+      is_image: whether a text is the name of an image.
+    """
+
+    def find_image(line: bytes) -> bytes:
+        cells = line.split(separator)
+        # Commas are also in captions, in front of the image or behind it.
+        if columns < 2 or len(cells) < columns or (separator != b"," and len(cells) > columns):
+            return b""
+        names = (cells[number].strip(b'" ') for number in (image, image - columns))
+        return next(filter(is_image, names), b"")
+
+    first, *inner, last = lines
+    # The cells in front of the quoted one are in the same line as its start, and those behind in that of its end.
+    images = [find_image(line) for line in [last + first, *filter(bytes.strip, inner)]]
+    found = list(filter(None, images))
+    return found if images[0] and len(found) >= _SWALLOWED * len(images) else []
 
 
 def _parse_csv(
@@ -111,16 +202,7 @@ def _parse_csv(
 
 
 def read_json_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
-    """Read used columns of a JSON lines file.
-
-    Args:
-      file: the open file.
-      path: path of the file.
-      choose: see `Choose`.
-
-    Raises:
-      ValueError: a line is not an object, or nested too deeply, or a used column has values of several types.
-    """
+    """Read used columns of a JSON lines file; see `read_csv`."""
     for _, row in _objects(file, path):
         if row.count(b"[") + row.count(b"{") > _NESTED and _depth(row) > _NESTED:
             raise ValueError(f"expected at most {_NESTED} nested values in {path}, got more; simplify such lines")
@@ -151,33 +233,34 @@ def _objects(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
                 yield number, row
 
 
+def _parsed(file: BinaryIO, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, row in _objects(file, path):
+        yield number, parse_json(row, f"line {number} of {path}")
+
+
 def _parse_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
     """Read lines without Arrow.
 
     Arrow wants one type in each column, also in unused ones, and refuses NaN.
     """
-
-    def rows() -> Iterator[tuple[int, dict[str, Any]]]:
-        return ((number, parse_json(row, f"line {number} of {path}")) for number, row in _objects(file, path))
-
-    used = choose(list(dict.fromkeys(name for _, row in rows() for name in row)))
+    used = choose(list(dict.fromkeys(name for _, row in _parsed(file, path) for name in row)))
     columns: dict[str, list[Any]] = {name: [] for name in used}
     first: dict[str, tuple[str, int]] = {}
     damaged: list[int] = []
-    for number, row in rows():
+    for number, row in _parsed(file, path):
         for name, values in columns.items():
             value = _without_nan(row.get(name))
-            text = _replace_surrogates(value)
-            if text != value:
+            values.append(_replace_surrogates(value))
+            if values[-1] != value:
                 damaged.append(number)
-                value = text
-            kind, line = first.setdefault(name, (_kind(value), number)) if value is not None else ("", 0)
-            if value is not None and kind != _kind(value):
+            if value is None:
+                continue
+            kind, line = first.setdefault(name, (_kind(value), number))
+            if kind != _kind(value):
                 raise ValueError(
                     f"expected values of one type in the column {name!r} of {path}, got {kind} in line {line} and"
                     f" {_kind(value)} in line {number}; write all of them in the same way"
                 )
-            values.append(value)
     if damaged:
         _logger.warning(
             "%s: %d values have half of a surrogate pair, read as U+FFFD, the first in line %d",

@@ -81,11 +81,7 @@ class RecordSource:
             raise self._bad(f"record among {min(indices)} to {max(indices)}", error) from error
 
     def classes(self) -> Classes:
-        """Return the classes of the `label` feature.
-
-        Raises:
-          ValueError: the dataset has no classes.
-        """
+        """Return the classes of the `label` feature; raise `ValueError` without any."""
         if self._classes is None:
             raise ValueError(
                 f"expected {self.name} to have a label (ClassLabel) feature for its classes, got features"
@@ -136,15 +132,7 @@ def _classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:
 
 
 def dataset_dir(name: str, data_dir: str | Path) -> Path | None:
-    """Find the newest prepared version of a TFDS dataset.
-
-    Args:
-      name: dataset name, with its config if it has one.
-      data_dir: directory of the prepared datasets.
-
-    Returns:
-      `data_dir/name/version`, or None without a complete version.
-    """
+    """Find the newest complete version of a prepared TFDS dataset, `data_dir/name/version`; None without any."""
     versions = [
         path
         for path in (Path(data_dir) / name).glob("*.*.*")
@@ -154,14 +142,7 @@ def dataset_dir(name: str, data_dir: str | Path) -> Path | None:
 
 
 def check_name(name: str) -> None:
-    """Check that a dataset name is known.
-
-    Args:
-      name: built-in dataset, or dataset of the TFDS catalog with its config if it has one.
-
-    Raises:
-      ValueError: the name is neither built in nor in the TFDS catalog.
-    """
+    """Check that a dataset name is built in, or in the TFDS catalog, with its config if it has one."""
     catalog = set(tfds.list_builders(with_community_datasets=False)) - {Shapes.name}
     if name not in BUILT_IN and name.split("/")[0] not in catalog:
         raise ValueError(
@@ -171,12 +152,7 @@ def check_name(name: str) -> None:
 
 
 def open_builder(name: str, data_dir: str | Path) -> tfds.core.DatasetBuilder:
-    """Open the newest prepared version of a TFDS dataset.
-
-    Raises:
-      FileNotFoundError: the dataset is not prepared; the message gives the command to prepare it.
-      ValueError: the name is unknown.
-    """
+    """Open the newest prepared version of a TFDS dataset."""
     directory = dataset_dir(name, data_dir)
     if directory is None:
         check_name(name)

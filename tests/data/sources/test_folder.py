@@ -6,7 +6,7 @@ import captioned
 import pytest
 
 from infcl_jax.data import BadRecordError, load_source
-from infcl_jax.data.sources import folder_listing
+from infcl_jax.data.sources import files
 
 
 def captions(source):
@@ -152,8 +152,8 @@ def test_only_captions_that_may_be_blank_are_read(tmp_path, monkeypatch, blank):
     captioned.write_folder(tmp_path, [*captioned.samples(2), ("x", {"jpg": captioned.jpeg(9), "txt": blank})])
     (tmp_path / "empty.jpg").write_bytes(captioned.jpeg(9))
     (tmp_path / "empty.txt").touch()
-    read, paths = folder_listing.files.read_file, []
-    monkeypatch.setattr(folder_listing.files, "read_file", lambda path, limit: paths.append(path) or read(path, limit))
+    read, paths = files.read_file, []
+    monkeypatch.setattr(files, "read_file", lambda path, limit: paths.append(path) or read(path, limit))
     assert len(load_source(str(tmp_path), "train")) == 2 + (b"a" in blank)
     assert paths == [str(tmp_path / "x.txt")] * (len(blank) < 6)
 

@@ -7,15 +7,15 @@ import captioned
 import pytest
 
 from infcl_jax.data import load_source
-from infcl_jax.data.sources import quotes
+from infcl_jax.data.sources import text_tables
 from infcl_jax.data.sources.table_file import TableFile
 
 COUNT = 6
 
 
-@pytest.fixture(params=[quotes._BLOCK, 7])
+@pytest.fixture(params=[text_tables._QUOTES_BLOCK, 7])
 def folder(tmp_path, request, monkeypatch):
-    monkeypatch.setattr(quotes, "_BLOCK", request.param)
+    monkeypatch.setattr(text_tables, "_QUOTES_BLOCK", request.param)
     return captioned.write_folder(tmp_path, [(str(i), {"jpg": captioned.jpeg(i)}) for i in range(COUNT)])
 
 
@@ -68,10 +68,10 @@ def test_quoted_cells_are_no_stray_quotes(folder, caplog, separator, quoting, li
 
 def test_long_quoted_cells_are_found_in_linear_time():
     data = b'a,"' + b'x""' * 10**5 + b"\n" * 10**5 + b'"\n'
-    found = quotes.scan_quotes(io.BytesIO(data), ",", lambda lines: [])
-    assert found == quotes.Quotes(present=True, line_breaks=True)
+    found = text_tables.scan_quotes(io.BytesIO(data), ",", lambda lines: [])
+    assert found == text_tables.Quotes(present=True, line_breaks=True)
     data = b'x\n"a\n"\n' * 10**5 + b'"a'
-    assert quotes.scan_quotes(io.BytesIO(data), ",", lambda lines: []).stray == 3 * 10**5 + 1
+    assert text_tables.scan_quotes(io.BytesIO(data), ",", lambda lines: []).stray == 3 * 10**5 + 1
 
 
 PIECES = [

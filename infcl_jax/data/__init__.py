@@ -6,8 +6,7 @@ from infcl_jax.data.eval_batches import EvalBatches, eval_batches
 from infcl_jax.data.feature_store import FeatureStore
 from infcl_jax.data.iterator import BatchReader, TrainIterator
 from infcl_jax.data.pipeline import train_iterator
-from infcl_jax.data.prepare import prepare
-from infcl_jax.data.prepare_tokenizer import prepare_tokenizer
+from infcl_jax.data.prepare import prepare, prepare_tokenizer
 from infcl_jax.data.sources import SOURCES, BadRecordError, Classes, Example, Source, classes, load_source
 from infcl_jax.data.sources.text_questions import Question, read_judgments, read_questions
 from infcl_jax.data.sources.text_records import Passage

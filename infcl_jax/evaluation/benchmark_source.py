@@ -12,7 +12,6 @@ import numpy as np
 
 from infcl_jax.data import Classes, Source, load_source
 from infcl_jax.data.sources import captions, files, paths, splits, tar_scan
-from infcl_jax.data.sources.annotations import check_no_annotations
 from infcl_jax.data.sources.file_source import FileSource
 from infcl_jax.data.sources.labels import class_templates
 from infcl_jax.data.sources.tar_index import TarIndex, load_index
@@ -57,7 +56,7 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
     if path.endswith(".json") and files.is_file(path):
         content = files.read_json(path, object)
         if isinstance(content, dict) and "annotations" in content:
-            check_no_annotations(content, path)
+            captions.check_no_annotations(content, path)
         if isinstance(content, dict) and "images" in content:
             if set(options) - {"folder", paths.OUTSIDE}:
                 raise ValueError(f"expected the options folder, {paths.OUTSIDE} of {path}, got {', '.join(options)}")

@@ -74,17 +74,7 @@ def decode_image(image: ImageLike, max_pixels: int) -> np.ndarray:
 def decode_example(
     source: Source, index: int, example: Example | None = None, to_image: ToImage = pixels
 ) -> DecodedExample:
-    """Read and decode one example of a source.
-
-    Args:
-      source: source of the example.
-      index: sample index.
-      example: result of `source[index]`, if it is already read.
-      to_image: function that decodes the image of an example.
-
-    Raises:
-      BadRecordError: the record cannot be read or decoded.
-    """
+    """Read one example of a source, unless `example` is it, and decode it; raise `BadRecordError` if it is damaged."""
     if example is None:
         example = source[index]
     try:
@@ -94,20 +84,10 @@ def decode_example(
 
 
 def choose_decoder(decode: str, residency: str) -> str:
-    """Choose the decoder of a run.
+    """Choose the decoder of a run, "pillow" or "nvimgcodec", from the settings `decode` and `grad_cache.residency`.
 
     "auto" is "nvimgcodec" on GPUs with the packages of the extra `gpu-decode`, for batches in device memory, and
     "pillow" otherwise.
-
-    Args:
-      decode: one of `DECODERS`.
-      residency: `grad_cache.residency`, the memory that stores the batch.
-
-    Returns:
-      "pillow" or "nvimgcodec".
-
-    Raises:
-      ValueError: the decoder is unknown, or "nvimgcodec" is not possible.
     """
     if decode not in DECODERS:
         raise ValueError(f"expected decode to be one of {', '.join(DECODERS)}, got {decode!r}")

@@ -105,17 +105,11 @@ def pack(rows: Sequence[int], images: Sequence[EncodedImage | np.ndarray]) -> di
 
 @dataclasses.dataclass(frozen=True)
 class _DecodedImages:
-    """Decoded images of a batch on the devices of this process, before shifts, flips and replacements.
+    """Decoded images of a batch on the devices of this process, before shifts, flips and replacements."""
 
-    Attributes:
-      images: functions that return the images of each device, in memory of its decoder, when they are there.
-      changes: the other arguments of `_finish` for each device.
-      rows: rows of the batch over all processes.
-    """
-
-    images: list[Callable[[], jax.Array]]
-    changes: Sequence[tuple[np.ndarray, ...]]
-    rows: int
+    images: list[Callable[[], jax.Array]]  # wait for the images of each device, in memory of its decoder
+    changes: Sequence[tuple[np.ndarray, ...]]  # other arguments of `_finish` for each device
+    rows: int  # of the batch over all processes
 
 
 class DeviceStage:

@@ -75,16 +75,13 @@ def decode_crop(
     levels on average and 16 at most, on photographs. All other results equal those of `decode` and `resize_box`.
 
     Args:
-      data: contents of a file in one of `FORMATS`.
+      data: contents of a file, as of `decode`, which raises the same exceptions.
       draw: function from height and width of the upright image, in pixels, to the geometry of the result.
       size: side S of the result, in pixels.
       max_pixels: largest number of pixels of the image.
 
     Returns:
       uint8 [S, S, 3].
-
-    Raises:
-      Exception: see `decode`.
     """
     with open_image(data, max_pixels) as file:
         if file.format != "JPEG":  # Pillow can rotate other formats while it loads them

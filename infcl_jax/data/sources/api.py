@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infcl_jax.data.sources import files, paths, splits, table
-from infcl_jax.data.sources.annotations import check_no_annotations
 from infcl_jax.data.sources.base import Source
 from infcl_jax.data.sources.builtin import DIGITS, DigitsSource
+from infcl_jax.data.sources.captions import check_no_annotations
 from infcl_jax.data.sources.folder import folder_source
 from infcl_jax.data.sources.mixture import load_mixture
 from infcl_jax.data.sources.sample_range import SampleRange

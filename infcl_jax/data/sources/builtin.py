@@ -26,10 +26,6 @@ class DigitsSource:
     The dataset has 1797 images (UCI, 8 x 8 pixels), resized to 32 x 32. The split is stratified and fixed: 70 % train,
     15 % validation and 15 % zero_shot of every class. Images of the training split have all ten captions of their
     class, the others one of them in turn.
-
-    Raises:
-      ValueError: the split is unknown.
-      ImportError: scikit-learn is not installed.
     """
 
     name = DIGITS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import string
 import threading
@@ -84,7 +85,9 @@ class RowGroups:
     def __init__(self, file: parquet.ParquetFile, path: str, column: str):
         self._file, self._path, self._column, self._lock = file, path, column, threading.Lock()
         self._starts = starts_of(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
-        self._decoded: dict[int, pa.ChunkedArray] = {}
+        self._decode = functools.lru_cache(_ROW_GROUPS)(
+            lambda group: read_columns(file, path, [column], [group]).column(0)
+        )
 
     def filled(self) -> np.ndarray:
         """Tell which rows of the file have an encoded image.
@@ -115,12 +118,7 @@ class RowGroups:
         """Read the encoded image of a row of the file."""
         group, row = locate(self._starts, row)
         with self._lock:
-            if group not in self._decoded:
-                while len(self._decoded) >= _ROW_GROUPS:
-                    del self._decoded[next(iter(self._decoded))]
-                table = read_columns(self._file, self._path, [self._column], [group])
-                self._decoded[group] = table.column(0)
-            value = self._decoded[group][row].as_py()
+            value = self._decode(group)[row].as_py()
         if isinstance(value, dict):
             value = value["bytes"]
         if not value:

@@ -15,21 +15,13 @@ _logger = logging.getLogger(__name__)
 
 
 class FileSource(abc.ABC):
-    """Base class of the sources that read files.
+    """Base class of the sources that read files."""
 
-    Attributes:
-      name: name of the dataset.
-      split: name of the split.
-      captioned: whether the captions are the data's own; otherwise they are prompts of the classes.
-      images_only: whether the samples are images alone, without captions.
-      dropped: number of samples that are left out, by reason.
-    """
-
-    name: str
+    name: str  # of the dataset
     split: str
-    captioned = True
-    images_only = False
-    dropped: Mapping[str, int] = {}
+    captioned = True  # whether the captions are the data's own; otherwise they are prompts of the classes
+    images_only = False  # whether the samples are images alone, without captions
+    dropped: Mapping[str, int] = {}  # number of samples that are left out, by reason
     _classes: Classes | str  # or why there are none
 
     @abc.abstractmethod
@@ -37,10 +29,9 @@ class FileSource(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, index: int) -> tuple[bytes, Sequence[str] | None, int]:
-        """Read a record; it may raise any exception.
+        """Read an encoded image, its captions, or None for the prompts of its class, and its label.
 
-        Returns:
-          The encoded image, its captions, or None for the prompts of its class, and the label.
+        It may raise any exception.
         """
 
     @abc.abstractmethod

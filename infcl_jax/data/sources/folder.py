@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infcl_jax.data.sources import captions, files, paths
-from infcl_jax.data.sources.annotations import check_no_annotations, check_no_table, check_not_saved_to_disk
 from infcl_jax.data.sources.base import Classes, Source
+from infcl_jax.data.sources.captions import check_no_annotations, check_no_table, check_not_saved_to_disk
 from infcl_jax.data.sources.file_source import FileSource
 from infcl_jax.data.sources.labels import CLASS_FILES, TEMPLATE_FILE, UNLABELED, label_values
 from infcl_jax.data.sources.table import TableSource
@@ -65,10 +65,6 @@ class FolderSource(FileSource):
       images_only: whether the samples are all images, without captions and classes.
       outside: None: links to folders outside are followed, with a warning. False: they are not, and links to files
         outside are bad records. True: they are followed.
-
-    Raises:
-      ValueError: the folder has no image with a caption or class, it has compressed tar files or annotations of other
-        tools instead, or a class has no name.
     """
 
     def __init__(self, folder: str, name: str, split: str, *, images_only: bool = False, outside: bool | None = None):
@@ -144,25 +140,15 @@ class FolderSource(FileSource):
 
 
 class _Listing(NamedTuple):
-    """Files of a folder, by path relative to it.
+    """Files of a folder, by path relative to it."""
 
-    Attributes:
-      images: images, sorted.
-      repeated: images in folders whose images are listed under another path, sorted.
-      captioned: images with a caption file that is not blank, sorted.
-      renamed: caption file by image, where its extension is not in lower case.
-      unpaired: number of caption files without image.
-      outside: links to folders outside the folder.
-      others: compressed tar files, JSON files with names of caption annotations, and text files of the folder itself.
-    """
-
-    images: Sequence[str]
-    repeated: Sequence[str]
-    captioned: Sequence[str]
-    renamed: Mapping[str, str]
-    unpaired: int
-    outside: Sequence[str]
-    others: Sequence[str]
+    images: Sequence[str]  # sorted
+    repeated: Sequence[str]  # images in folders whose images are listed under another path, sorted
+    captioned: Sequence[str]  # images with a caption file that is not blank, sorted
+    renamed: Mapping[str, str]  # caption file by image, where its extension is not in lower case
+    unpaired: int  # caption files without image
+    outside: Sequence[str]  # links to folders outside the folder
+    others: Sequence[str]  # compressed tar files, JSON files named as annotations, text files of the folder itself
 
 
 def _list_folder(folder: str, *, follow_outside: bool) -> _Listing:
@@ -180,7 +166,8 @@ def _list_folder(folder: str, *, follow_outside: bool) -> _Listing:
     others: list[str] = []
     for relative, entries, is_listed in _walk(folder, outside, follow_outside):
         stems = {_stem(name): name for name in entries if _is_caption(name)}  # .txt is after .TXT and wins
-        paths = {os.path.join(relative, name): _stem(name) for name in entries if _is_image(name)}
+        images_here = [name for name in entries if not is_hidden(name) and _extension(name) in IMAGES]
+        paths = {os.path.join(relative, name): _stem(name) for name in images_here}
         if is_listed:
             repeated += paths
             continue
@@ -223,8 +210,8 @@ def _class_of(path: str) -> str:
     return path.partition(os.sep)[0] if os.sep in path else ""
 
 
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1][1:].lower() in IMAGES and not is_hidden(name)
+def _extension(name: str) -> str:
+    return os.path.splitext(name)[1][1:].lower()
 
 
 def _is_caption(name: str) -> bool:

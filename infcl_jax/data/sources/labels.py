@@ -36,17 +36,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ClassNames:
-    """Class names of a file.
-
-    Attributes:
-      path: path of the file.
-      names: class names in label order.
-      labels: label of each name and value; of equal names, the first.
-    """
+    """Class names of a file, or of the data itself."""
 
     path: str
-    names: tuple[str, ...]
-    labels: Mapping[str, int]
+    names: tuple[str, ...]  # in label order
+    labels: Mapping[str, int]  # of each name and value; of equal names, the first
 
     def label(self, value: str) -> int:
         """Return the label of a value: a class, or the label itself.
@@ -165,16 +159,14 @@ def label_values(
     """Assign labels to the distinct label values of a dataset.
 
     With class names next to the data, a value is a class or a label. If no value is, and there are as many values as
-    names, the sorted values have the names in order. Without class names, the sorted values are the classes.
+    names, the sorted values have the names in order. Without class names, the sorted values are the classes. Integers
+    need class names.
 
     Args:
-      values: distinct values; integers need class names.
+      values: distinct values.
       folder: folder of the data.
       data: description of the data, for messages.
       own_names: class names of the data itself in label order, used without class names next to it.
-
-    Returns:
-      The label of each value, and the classes.
     """
     if not values:
         raise ValueError(f"{data} has no labels; expected class names or integers")

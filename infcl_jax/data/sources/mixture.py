@@ -39,13 +39,10 @@ class MixtureSource(SourceView):
     no sample before all of its samples were seen.
 
     Args:
-      components: sources with names, in the order of their sample indices.
+      components: sources by their names for metrics, in the order of their sample indices.
       weights: relative rates of the components, positive.
       name: name of the dataset.
       split: name of the split.
-
-    Attributes:
-      names: name of each component, for metrics.
     """
 
     def __init__(self, components: Mapping[str, Source], weights: Sequence[float], name: str, split: str):
@@ -156,12 +153,7 @@ def load_mixture(
     Relative paths start at the folder of the file. Without weights, the rates are the numbers of samples. `max_samples`
     takes the first samples. `split` is that of the mixture by default, `name` is the path.
 
-    Args:
-      path: path of the JSON file.
-      split: split of the components.
-      load: `load(dataset, split)` opens a component.
-      outside: whether components are also on other file systems, or only in the folder of the file; see
-        `paths.resolve`.
+    `load(dataset, split)` opens a component. `outside` is that of `paths.resolve`.
     """
     entries = _entries(path)
     components: dict[str, Source] = {}

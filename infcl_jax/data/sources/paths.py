@@ -44,9 +44,6 @@ def resolve(path: str, folder: str, outside: bool | None = None) -> str:
       folder: folder of the dataset, local or remote; "" is the current folder.
       outside: None: the path is on the file system of the folder. False: it is also in the folder, with all links
         resolved. True: it is anywhere.
-
-    Raises:
-      ValueError: the path is empty, too long, has a null byte or "::", or is out of bounds.
     """
     if not 0 < len(path) <= _LONGEST or "\0" in path or "::" in path:
         raise ValueError(f"expected a path of at most {_LONGEST} characters without ::, got {path[:100]!r}")
@@ -70,15 +67,7 @@ def check_inside(path: str, folder: str) -> None:
 
 
 def are_outside(paths: pa.ChunkedArray, folder: str) -> np.ndarray:
-    """Mark the paths outside a folder, without following its links.
-
-    Args:
-      paths: strings or bytes [rows], without nulls.
-      folder: see `resolve`.
-
-    Returns:
-      bool [rows].
-    """
+    """Mark the paths, strings or bytes without nulls, that are outside a folder, without following its links."""
     bases = sorted({_normal(folder or os.getcwd()), _normal(_real(folder))})
     mask = np.array(pc.starts_with(paths, "/"))
     for base in bases:

@@ -23,17 +23,11 @@ _SLICE = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\]
 
 
 class Split(NamedTuple):
-    """Split name with bounds, such as "train[:90%]".
+    """Split name with bounds, such as "train[:90%]"."""
 
-    Attributes:
-      name: name without bounds.
-      start: first sample, such as "10%" or "100"; None: the first of all.
-      stop: sample after the last; None: all.
-    """
-
-    name: str
-    start: str | None
-    stop: str | None
+    name: str  # without bounds
+    start: str | None  # first sample, such as "10%" or "100"; None: the first of all
+    stop: str | None  # sample after the last; None: all
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return the bounds in samples; percentages are rounded."""
@@ -60,11 +54,7 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     A subfolder or files whose name contains the split's name as a word (`train/`, `train-00000.tar`, `coco_val.csv`)
     are the split. In a folder without such names, everything is the split "train" or "all". Hidden files and folders
     are left out, as are the records of img2dataset: `00000.parquet` next to `00000.tar` or to the folder `00000`.
-
-    Args:
-      folder: path of the folder.
-      split: name of the split, without bounds.
-      extensions: extensions of datasets in files.
+    `extensions` are those of datasets in files.
 
     Returns:
       Sorted paths of files with the same extension, or the path of one folder.
@@ -74,7 +64,10 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     names = sorted(are_folders)
     folders = [name for name in names if are_folders[name]]
     tables = [name for name in names if name.endswith(tuple(extensions)) and not name.startswith("metadata.")]
-    tables = _without_records(folder, tables, folders)
+    # Without img2dataset's records of a tar file or folder of the same name.
+    recorded = {name.removesuffix(".tar") for name in tables if name.endswith(".tar")}
+    recorded.update(_folders_of_records(folder, tables, folders))
+    tables = [name for name in tables if name.removesuffix(".parquet") not in recorded or not name.endswith(".parquet")]
     if not tables and "data" in folders and any(f.endswith(tuple(extensions)) for f in os.listdir(f"{folder}/data")):
         return split_folder(f"{folder}/data", split, extensions)  # repositories of Hugging Face
     known = {alias for aliases in _ALIASES for alias in aliases}
@@ -97,13 +90,6 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
         hint = images_hint(folder) or "; name the files, such as *.tar"
         raise ValueError(f"{folder} has files of several kinds: {', '.join(chosen[:4])}{hint}")
     return [f"{folder}/{name}" for name in chosen] or [folder]
-
-
-def _without_records(folder: str, tables: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Leave out img2dataset's records of a tar file or folder of the same name."""
-    stems = {name.removesuffix(".tar") for name in tables if name.endswith(".tar")}
-    stems.update(_folders_of_records(folder, tables, folders))
-    return [name for name in tables if not (name.endswith(".parquet") and name.removesuffix(".parquet") in stems)]
 
 
 def _folders_of_records(folder: str, names: Sequence[str], folders: Sequence[str]) -> list[str]:

@@ -42,11 +42,6 @@ class TableSource(FileSource):
         systems. By default, the first column named in `IMAGE_COLUMNS`, `CAPTION_COLUMNS` and `LABEL_COLUMNS` of
         `table_file.py`, in any capitalization, for images one with images, and the folder of each file.
       embedded: rows of each table with an image in the table, from an earlier opening; None: found at opening.
-
-    Raises:
-      FileNotFoundError: a table does not exist.
-      ValueError: a table is damaged, a column is missing, no row has an image and a caption, the first images do not
-        exist, paths leave the folder and must not, or rows without captions have wrong labels.
     """
 
     def __init__(
@@ -65,7 +60,11 @@ class TableSource(FileSource):
         tables = [
             TableFile(path, options, rows) for path, rows in zip(paths, embedded or [None] * len(paths), strict=True)
         ]
-        self._report_outside(tables)
+        # Paths outside the folders of the images are logged or refused.
+        outside = outside_option(options)
+        for folder in {} if outside else dict.fromkeys(table.images_folder for table in tables):
+            columns = [table.paths for table in tables if table.paths is not None and table.images_folder == folder]
+            report_outside(name, columns, folder, refuse=outside is False)
         self._tables, self._starts = tables, starts_of(map(len, tables))
         self.dropped: dict[str, int] = {}
         for reason in ("damaged row", "no image", "no caption", "no label"):
@@ -92,13 +91,6 @@ class TableSource(FileSource):
         for table, values in zip(self._tables, labels, strict=True):
             table.labels = values
         return result
-
-    def _report_outside(self, tables: Sequence[TableFile]) -> None:
-        """Log or refuse image paths outside the folders of the images."""
-        outside = outside_option(self._options)
-        for folder in {} if outside else dict.fromkeys(table.images_folder for table in tables):
-            columns = [table.paths for table in tables if table.paths is not None and table.images_folder == folder]
-            report_outside(self.name, columns, folder, refuse=outside is False)
 
     def __reduce__(self) -> Any:
         embedded = [table.embedded for table in self._tables]  # can take a pass over all images

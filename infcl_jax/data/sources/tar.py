@@ -43,10 +43,6 @@ class TarSource(FileSource):
       caption: extension of the caption member, such as "txt" or "outputs.txt", or "json.FIELD"; None: txt, then json;
         "none": the samples are all images, without captions and labels.
       image: extension of the image member, such as "input.jpg"; None: any known one.
-
-    Raises:
-      FileNotFoundError: a shard does not exist.
-      ValueError: no sample has an image and a caption, or a shard is compressed.
     """
 
     def __init__(

@@ -67,27 +67,16 @@ class _Shard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TarIndex:
-    """Samples of a list of tar files, 18 bytes each.
-
-    Attributes:
-      files: the tar files.
-      members: extensions of the caption or label members, see `Layout.captions`.
-      starts: int64 [shards + 1], index of the first sample of each shard, then the number of samples.
-      entries: `ENTRY_DTYPE` [samples]; memory-mapped if the index is cached on disk.
-      dropped: number of members or samples that are left out, by reason.
-      dotted: name of the first member with further dots before the extension, or None; see `tar_scan.DOTTED`.
-      problems: one line for each truncated or damaged shard, with the bytes.
-      path: cache file, or None.
-    """
+    """Samples of a list of tar files, 18 bytes each; see `ShardScan`."""
 
     files: Files
-    members: tuple[str, ...]
-    starts: np.ndarray
-    entries: np.ndarray
+    members: tuple[str, ...]  # extensions of the caption or label members, see `Layout.captions`
+    starts: np.ndarray  # int64 [shards + 1], index of the first sample of each shard, then the number of samples
+    entries: np.ndarray  # `ENTRY_DTYPE` [samples]; memory-mapped if the index is cached on disk
     dropped: dict[str, int]
     dotted: str | None
-    problems: tuple[str, ...]
-    path: str | None
+    problems: tuple[str, ...]  # one line for each truncated or damaged shard
+    path: str | None  # cache file
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | ({} if self.path is None else {"entries": None})
@@ -326,12 +315,14 @@ def _scan_all(shards: Sequence[str], layout: Layout, name: str) -> list[ShardSca
 
 
 def _scan_here(shards: Sequence[str], layout: Layout) -> list[ShardScan]:
-    return [(_scan_remote if files.is_remote(path) else tar_scan.scan_file)(path, layout) for path in shards]
-
-
-def _scan_remote(shard: str, layout: Layout) -> ShardScan:
-    with files.open_file(shard, _REMOTE_WINDOW) as file:
-        return tar_scan.scan(file, files.stamp(shard).size, layout)
+    scans = []
+    for shard in shards:
+        if files.is_remote(shard):
+            with files.open_file(shard, _REMOTE_WINDOW) as file:
+                scans.append(tar_scan.scan(file, files.stamp(shard).size, layout))
+        else:
+            scans.append(tar_scan.scan_file(shard, layout))
+    return scans
 
 
 def _scan_in_process(shards: Sequence[str], layout: Layout) -> list[ShardScan]:

@@ -54,33 +54,20 @@ class DamagedHeaderError(DamagedTarError):
 
 
 class Layout(NamedTuple):
-    """Members that make a sample.
+    """Members that make a sample. Captions and fields are in order of preference."""
 
-    Attributes:
-      captions: extensions of caption or label members, in order of preference; empty: captions are not needed.
-      fields: fields of the caption in a json member, in order of preference; empty: the members need no caption.
-      image: extension of the image; None: one of `IMAGES`.
-    """
-
-    captions: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-    image: str | None = None
+    captions: tuple[str, ...] = ()  # extensions of caption or label members; empty: captions are not needed
+    fields: tuple[str, ...] = ()  # fields of the caption in a json member; empty: the members need no caption
+    image: str | None = None  # extension of the image; None: one of `IMAGES`
 
 
 class ShardScan(NamedTuple):
-    """Samples of one tar file.
+    """Samples of one tar file."""
 
-    Attributes:
-      entries: one `ENTRY` per sample, in the order of their first members.
-      dropped: number of members or samples that are left out, by reason.
-      dotted: name of the first `DOTTED` member, or None.
-      problem: damage of the file, with the bytes, or None.
-    """
-
-    entries: bytes
-    dropped: dict[str, int]
-    dotted: str | None
-    problem: str | None
+    entries: bytes  # one `ENTRY` per sample, in the order of their first members
+    dropped: dict[str, int]  # number of members or samples that are left out, by reason
+    dotted: str | None  # name of the first `DOTTED` member
+    problem: str | None  # damage of the file, with the bytes
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -155,6 +142,12 @@ def _next_header(file: BinaryIO, offset: int, end: int) -> int | None:
     return None
 
 
+def compression_of(head: bytes) -> str | None:
+    """Name the compression of a file by its first ten bytes."""
+    match = _COMPRESSION.match(head)
+    return match and match.lastgroup
+
+
 def is_hidden(name: str) -> bool:
     """Tell if a file or folder is hidden or an operating system's, such as "@eaDir"."""
     return (name.startswith(".") and name not in (".", "..")) or name in _SYSTEM_FOLDERS
@@ -225,8 +218,8 @@ def scan(file: BinaryIO, end: int, layout: Layout) -> ShardScan:
     dotted: str | None = None
     problems: list[str] = []
     try:
-        if compression := _COMPRESSION.match(_read(file, 0, 10)):
-            return ShardScan(b"", {}, None, f"{COMPRESSED} {compression.lastgroup}")
+        if compression := compression_of(_read(file, 0, 10)):
+            return ShardScan(b"", {}, None, f"{COMPRESSED} {compression}")
         for name, offset, size, name_blocks in members(file, end, problems):
             key, extension = split_name(name)
             field = fields.get(extension)

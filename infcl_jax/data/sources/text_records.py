@@ -15,6 +15,7 @@ import numpy as np
 
 from infcl_jax.data.sources.base import check_index
 from infcl_jax.data.sources.files import check_size
+from infcl_jax.data.sources.tar_scan import compression_of
 from infcl_jax.runtime.file_io import open_regular, parse_json
 
 # Names of the fields in DPR's JSON, and in the JSON lines of tevatron, BEIR, FlagEmbedding and Sentence Transformers.
@@ -30,32 +31,15 @@ BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BLOCK = 2**24  # bytes of a file scanned at once
 _LARGEST = 2**26  # bytes of a record; a query with hundreds of passages has less than one MiB
 _QUOTE, _BACKSLASH = b'"\\'
-_BINARY = {
-    "gzip": rb"\x1f\x8b",
-    "Parquet": rb"PAR1\x15",
-    "Arrow": rb"ARROW1\0|\xff{4}",
-    "zip": rb"PK\x03\x04",
-    "bzip2": rb"BZh\d1AY",
-    "xz": rb"\xfd7zXZ",
-    "zstd": rb"\x28\xb5\x2f\xfd",
-}
+_BINARY = re.compile(rb"(?P<Parquet>PAR1\x15)|(?P<Arrow>ARROW1\0|\xff{4})")  # first bytes
 
 
 class RecordFile:
     """Random access to the records of a file by byte offsets.
 
     One scan of the file finds the offsets. Records are the lines of a file, or the objects of a JSON array such as
-    DPR's training data. Memory is 16 bytes per record, whatever the file's size. It can be pickled and shared by
-    threads.
-
-    Args:
-      path: file in UTF-8, with or without a byte order mark. A file whose first byte other than white space is "[" is
-        a JSON array.
-
-    Raises:
-      FileNotFoundError: the file does not exist.
-      ValueError: the file has no records, is compressed, binary or in UTF-16, or has a JSON array that is not closed or
-        holds something else than objects.
+    DPR's training data, whose first byte other than white space is "[". Memory is 16 bytes per record, whatever the
+    file's size. It can be pickled and shared by threads.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -64,7 +48,8 @@ class RecordFile:
             head = file.read(_BLOCK).removeprefix(BYTE_ORDER_MARK)
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ValueError(f"expected a file in UTF-8, got UTF-16 in {self.path}; convert it")
-        if binary := next((name for name, magic in _BINARY.items() if re.match(magic, head)), None):
+        match = _BINARY.match(head)
+        if binary := compression_of(head) or (match and match.lastgroup):
             raise ValueError(f"expected a text file in UTF-8, got {binary} in {self.path}; convert it")
         self.is_array = head.lstrip()[:1] == b"["
         self.is_json = head.lstrip()[:1] in (b"[", b"{")
@@ -246,21 +231,13 @@ def passage_of(name: str, value: Any) -> Passage:
 
 
 class Rows(NamedTuple):
-    """Tab-separated lines as records.
+    """Tab-separated lines as records."""
 
-    Attributes:
-      names: field of each column; "" for a column without a field.
-      expected: description of the columns, for messages.
-      header: whether the first line has names.
-      quoted: whether quotes can enclose cells.
-      optional: number of columns at the end that lines may lack.
-    """
-
-    names: tuple[str, ...]
-    expected: str
-    header: bool = False
-    quoted: bool = False
-    optional: int = 0
+    names: tuple[str, ...]  # field of each column; "" for a column without a field
+    expected: str  # description of the columns, for messages
+    header: bool = False  # whether the first line has names
+    quoted: bool = False  # whether quotes can enclose cells
+    optional: int = 0  # number of columns at the end that lines may lack
 
     def record(self, line: bytes) -> dict[str, str]:
         """Return the cells of a line by field."""

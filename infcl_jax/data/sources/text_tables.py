@@ -41,12 +41,7 @@ def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[byte
 
     A TSV file with stray quotes was written without quoting, as Google's Conceptual Captions are, so its quotes are
     text. OpenCLIP's own TSV files are quoted by pandas. A CSV file needs quotes, so stray ones are a warning.
-
-    Args:
-      file: the open file.
-      path: path of the file, for messages.
-      choose: see `Choose`.
-      is_image: whether a text is the name of an image.
+    `is_image` tells if a text is the name of an image.
 
     Returns:
       The table, and the number of rows with a wrong number of columns, which are left out.
@@ -85,21 +80,13 @@ def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[byte
 
 @dataclasses.dataclass
 class Quotes:
-    """Quotes of a file.
+    """Quotes of a file. Lines have numbers from 1."""
 
-    Attributes:
-      present: whether there is any.
-      line_breaks: whether a quoted cell has a line break.
-      stray: number of the line, from 1, of the first quoted cell without closing quote, or with text behind it.
-      swallowing: the same, of the first quoted cell whose lines look like rows.
-      images: images of these rows in the first such cells.
-    """
-
-    present: bool = False
-    line_breaks: bool = False
-    stray: int | None = None
-    swallowing: int | None = None
-    images: list[bytes] = dataclasses.field(default_factory=list)
+    present: bool = False  # whether there is any
+    line_breaks: bool = False  # whether a quoted cell has a line break
+    stray: int | None = None  # line of the first quoted cell without closing quote, or with text behind it
+    swallowing: int | None = None  # line of the first quoted cell whose lines look like rows
+    images: list[bytes] = dataclasses.field(default_factory=list)  # of these rows
 
 
 def scan_quotes(file: BinaryIO, separator: str, swallowed: Callable[[list[bytes]], list[bytes]]) -> Quotes:
@@ -204,7 +191,10 @@ def _parse_csv(
 def read_json_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
     """Read used columns of a JSON lines file; see `read_csv`."""
     for _, row in _objects(file, path):
-        if row.count(b"[") + row.count(b"{") > _NESTED and _depth(row) > _NESTED:
+        if row.count(b"[") + row.count(b"{") <= _NESTED:
+            continue
+        brackets = _STRING.sub(b"", row).translate(None, _NO_BRACKETS)
+        if max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets)) > _NESTED:
             raise ValueError(f"expected at most {_NESTED} nested values in {path}, got more; simplify such lines")
     file.seek(0)
     try:
@@ -293,9 +283,3 @@ def _kind(value: Any) -> str:
         texts = all(item is None or isinstance(item, str) for item in value)
         return "a list of texts" if texts else "a list of other values"
     return _TYPES[type(value)]
-
-
-def _depth(row: bytes) -> int:
-    """Return the largest number of nested values in JSON."""
-    brackets = _STRING.sub(b"", row).translate(None, _NO_BRACKETS)
-    return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))

@@ -36,11 +36,6 @@ class RecordSource:
       name: dataset name, with its config if it has one, such as "shapes/quickstart".
       split: split of the dataset, or a subset in TFDS syntax such as "train[:10%]".
       data_dir: directory of the prepared datasets.
-
-    Raises:
-      FileNotFoundError: the dataset is not prepared in `data_dir`.
-      ValueError: the name or split is unknown, the file format is not array_record, or the features lack image or
-        captions.
     """
 
     def __init__(self, name: str, split: str, data_dir: str | Path):

@@ -17,7 +17,7 @@ from infcl_jax.data import sources
 from infcl_jax.data.sources import BadRecordError, Source, load_source
 from infcl_jax.data.tokenizers import train_bpe
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE
-from infcl_jax.data.tokenizers.clip_vocabulary import CLIP_VOCAB_SIZE
+from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.runtime.progress import Progress
 
 _logger = logging.getLogger(__name__)

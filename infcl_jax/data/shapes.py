@@ -13,11 +13,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
-_T = TypeVar("_T")
 _RGB = tuple[float, float, float]
 
 SPLITS = ("train", "validation", "zero_shot")
@@ -139,23 +138,14 @@ TEMPLATES: tuple[str, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class SceneObject:
-    """Object of a scene: named attributes and geometry.
-
-    Attributes:
-      shape: key of `_DISTANCES`, such as "circle".
-      color: key of `_COLORS`, such as "red".
-      center: (x, y), in image sides.
-      radius: radius, in image sides.
-      angle: counterclockwise rotation, in radians.
-      rgb: jittered color.
-    """
+    """Object of a scene: named attributes and geometry."""
 
     shape: str
     color: str
     center: tuple[float, float]
     radius: float
-    angle: float
-    rgb: _RGB
+    angle: float  # counterclockwise, in radians
+    rgb: _RGB  # jittered
 
     @property
     def name(self) -> str:
@@ -165,40 +155,27 @@ class SceneObject:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Background with one or two objects.
-
-    Attributes:
-      objects: one or two objects.
-      background: key of `_BACKGROUNDS`, such as "navy".
-      background_rgb: jittered color at the image center.
-      slope: relative change of the background's brightness per image side, along x and y.
-      size: "small" or "large"; None with two objects.
-      position: key of `_POSITIONS`, such as "top"; None with two objects.
-      relation: key of `_RELATIONS`, such as "left of", from the first to the second object; None with one object.
-    """
+    """Background with one object, which has a size and a position, or two, which have a relation."""
 
     objects: tuple[SceneObject, ...]
     background: str
-    background_rgb: _RGB
-    slope: tuple[float, float]
+    background_rgb: _RGB  # jittered, at the image center
+    slope: tuple[float, float]  # relative change of the background's brightness per image side, along x and y
     size: str | None = None
     position: str | None = None
-    relation: str | None = None
+    relation: str | None = None  # from the first to the second object
 
 
 class Sample(NamedTuple):
     """Image with a caption and a class.
 
-    Attributes:
-      image: uint8 [S, S, 3].
-      caption: ASCII caption that names the color and shape of every object. Unless brief, it also names the size and
-        position of a single object or the relation of two objects, and in some forms the background.
-      label: index into `CLASS_NAMES`, -1 for scenes with two objects.
+    The caption names the color and shape of every object. Unless brief, it also names the size and position of a single
+    object or the relation of two objects, and in some forms the background.
     """
 
-    image: np.ndarray
-    caption: str
-    label: int
+    image: np.ndarray  # uint8 [S, S, 3]
+    caption: str  # at most `MAX_CAPTION_BYTES` ASCII bytes
+    label: int  # index into `CLASS_NAMES`, -1 for scenes with two objects
 
 
 class _Draws:
@@ -214,7 +191,7 @@ class _Draws:
     def uniform(self, low: float, high: float) -> float:
         return low + (high - low) * next(self._uniform)
 
-    def choice(self, options: Sequence[_T]) -> _T:
+    def choice[T](self, options: Sequence[T]) -> T:
         return options[int(next(self._uniform) * len(options))]
 
     def shade(self, rgb: _RGB) -> _RGB:
@@ -259,18 +236,7 @@ def _pair(name: str, background: str, backdrop: tuple[_RGB, tuple[float, float]]
 
 
 def sample_scene(split: str, index: int) -> Scene:
-    """Compute the scene of a sample.
-
-    Args:
-      split: one of `SPLITS`.
-      index: non-negative.
-
-    Returns:
-      The scene that `render` draws, without its image.
-
-    Raises:
-      ValueError: the split is unknown.
-    """
+    """Compute the scene of a sample without its image."""
     return _scene(split, index, _Draws(split, index))
 
 
@@ -309,15 +275,7 @@ def _grid(image_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(scene: Scene, image_size: int) -> np.ndarray:
-    """Render an anti-aliased image of a scene.
-
-    Args:
-      scene: scene to draw.
-      image_size: side S in pixels.
-
-    Returns:
-      uint8 [S, S, 3].
-    """
+    """Render an anti-aliased image of a scene, uint8 [S, S, 3]."""
     x, y = _grid(image_size)
     light = 1.0 + scene.slope[0] * (x - 0.5) + scene.slope[1] * (y - 0.5)
     canvas = light[..., None] * np.array(scene.background_rgb, np.float32)
@@ -341,9 +299,6 @@ def render(split: str, index: int, image_size: int) -> Sample:
         share no random stream.
       index: non-negative.
       image_size: side S in pixels; the scene does not depend on it.
-
-    Returns:
-      `Sample`: image uint8 [S, S, 3], caption of at most `MAX_CAPTION_BYTES` ASCII bytes, label.
 
     Raises:
       ValueError: the split is unknown.

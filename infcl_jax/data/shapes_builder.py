@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
+import contextlib
 import dataclasses
-import multiprocessing
+import functools
+import itertools
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import grain
 import tensorflow_datasets as tfds
 
 from infcl_jax.data import shapes
 from infcl_jax.data.encode import encode_png
+from infcl_jax.data.workers import worker_dataset
+
+_ONE_THREAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)  # in each process
 
 
-def _encode_group(split: str, indices: range, image_size: int) -> list[dict[str, Any]]:
+def _encode_group(split: str, image_size: int, indices: range) -> list[dict[str, Any]]:
     """Render samples, with their images as PNG bytes."""
     examples = []
     for index in indices:
@@ -26,40 +29,17 @@ def _encode_group(split: str, indices: range, image_size: int) -> list[dict[str,
     return examples
 
 
-def _exit_with_parent() -> None:
-    """Exit a pool process when its parent exits.
-
-    A killed parent cannot shut down its pool, whose processes would wait forever.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _encode_all(split: str, count: int, image_size: int, group: int = 512) -> Iterator[list[dict[str, Any]]]:
     """Yield groups of encoded examples in order, encoded on all cores."""
     groups = [range(start, min(start + group, count)) for start in range(0, count, group)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    encode = functools.partial(_encode_group, split, image_size)
+    cores = len(os.sched_getaffinity(0))
     if cores == 1 or len(groups) < 8:  # too few groups to amortize starting the processes
-        yield from (_encode_group(split, indices, image_size) for indices in groups)
+        yield from map(encode, groups)
         return
-    context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
-    with concurrent.futures.ProcessPoolExecutor(cores, context, initializer=_exit_with_parent) as pool:
-        pending: collections.deque[concurrent.futures.Future] = collections.deque()
-        try:
-            for indices in groups:
-                pending.append(pool.submit(_encode_group, split, indices, image_size))
-                if len(pending) > 4 * cores:  # bounds the memory when writing is slower than encoding
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    dataset = worker_dataset(grain.MapDataset.source(groups).map(encode).to_iter_dataset(_ONE_THREAD), cores)
+    with contextlib.closing(iter(dataset)) as encoded:
+        yield from encoded
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -77,7 +57,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
 
     Record i of a split is `shapes.render(split, i, image_size)`.
 
-    Prepare it with `file_format="array_record"`. Large configs are rendered by spawned processes: call
+    Prepare it with `file_format="array_record"`. Large configs are rendered by worker processes: call
     `download_and_prepare` from a module whose top level is guarded by `if __name__ == "__main__"`.
     """
 
@@ -106,8 +86,5 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
         config = self.builder_config
-        key = 0
-        for group in _encode_all(split, getattr(config, split), config.image_size):
-            for example in group:
-                yield key, example
-                key += 1
+        groups = _encode_all(split, getattr(config, split), config.image_size)
+        yield from enumerate(itertools.chain.from_iterable(groups))

@@ -155,20 +155,11 @@ def encode_split(
 def encode_image_batches(
     encode_image: Encode, params: Any, batches: Iterable[Batch], mesh: Mesh
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Encode batches of images, one batch ahead of the host.
-
-    Args:
-        encode_image: see `encode_split`.
-        params: parameters of the encoder, on `mesh`.
-        batches: process-local batches, see `encode_split`; their captions are ignored.
-        mesh: mesh with an axis "data".
+    """Encode batches of images, one batch ahead of the host; for arguments and errors see `encode_split`.
 
     Yields:
         `feature` float32 [m, D], `label` int32 [m] and `index` int64 [m] of the m rows of a global batch that have a
         true mask, on every process.
-
-    Raises:
-        ValueError: see `encode_split`.
     """
 
     def encoded() -> Iterator[dict[str, jax.Array]]:
@@ -186,13 +177,10 @@ def encode_image_batches(
 def encode_caption_rows(
     encode_text: Encode, params: Any, captions: Batch, mesh: Mesh, rows: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Encode the captions of all processes, one batch ahead of the host.
+    """Encode the captions of all processes, one batch ahead of the host; for arguments see `encode_split`.
 
     Args:
-        encode_text: see `encode_split`.
-        params: parameters of the encoder, on `mesh`.
         captions: `text` int32 [c, L] and `text_index` int64 [c] of this process; c may differ between processes.
-        mesh: mesh with an axis "data".
         rows: captions of each process encoded at once, a multiple of its devices.
 
     Yields:
@@ -217,41 +205,30 @@ def encode_texts(
     mesh: Mesh,
     batch_size: int,
 ) -> np.ndarray:
-    """Encode texts, the same on every process.
+    """Encode N >= 1 texts, the same on every process.
 
     Args:
-        encode_text: `encode_text(params, ids [b, L]) -> [b, D]`, any float dtype.
-        params: parameters of the encoder, on `mesh`.
         tokenize: function from n texts to int32 [n, L].
-        texts: N texts, at least one.
-        mesh: mesh with an axis "data".
         batch_size: texts encoded at once, over all devices; rounded up to a multiple of the mesh size.
 
     Returns:
         float32 [N, D], on every process.
     """
     rows = padded_size(len(texts), batch_size, mesh.size)
-    features, pending = [], None
-    for start in range(0, len(texts), rows):
-        ids = tokenize(texts[start : start + rows])  # while the devices encode the previous texts
-        encoded = encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, rows)))
-        if pending is not None:
-            features.append(to_host(pending))
-        pending = encoded
-    features.append(to_host(pending))
-    return np.concatenate(features)[: len(texts)]
+
+    def encoded() -> Iterator[jax.Array]:
+        for start in range(0, len(texts), rows):
+            ids = tokenize(texts[start : start + rows])  # while the devices encode the previous texts
+            yield encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, rows)))
+
+    return np.concatenate(list(_on_host(encoded())))[: len(texts)]
 
 
 def padded_size(count: int, batch_size: int, multiple: int) -> int:
-    """Return the rows of the batches of `count` inputs.
+    """Return the rows of the batches of `count` inputs, a multiple of the mesh size.
 
     Fewer inputs than a batch are padded to a power of two, so that calls with few inputs are cheap and their programs
     are few.
-
-    Args:
-        count: number of inputs, at least 1.
-        batch_size: largest number of rows.
-        multiple: the rows are rounded up to a multiple of this number, the mesh size.
     """
     rows = min(batch_size, 1 << (count - 1).bit_length())
     return -(-rows // multiple) * multiple
@@ -271,16 +248,7 @@ def _assign(captions: dict[str, np.ndarray] | None, index: np.ndarray) -> tuple[
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array) -> jax.Array:
-    """Encode a batch sharded over the axis "data" of `mesh`.
-
-    Args:
-        encode: encoder `encode(params, inputs) -> [b, D]`.
-        mesh: mesh with an axis "data".
-        params: parameters of the encoder; replicated inside.
-        inputs: [b, ...], sharded over "data".
-
-    Returns:
-        float32 [b, D] with the sharding of `inputs`.
+    """Encode inputs [b, ...], sharded over the axis "data" of `mesh`, as float32 [b, D] with the same sharding.
 
     Raises:
         ValueError: the output of the encoder is not [b, D].
@@ -295,32 +263,16 @@ def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array) -
 
 
 def shard_rows(mesh: Mesh, array: np.ndarray, *, fill: float = 0, multiple: int = 1) -> jax.Array:
-    """Pad and shard the rows of a host array.
+    """Pad the rows of a host array, the same on every process, and shard them over "data".
 
-    Args:
-        mesh: mesh with an axis "data".
-        array: [n, ...], the same on every process.
-        fill: value of the padding rows.
-        multiple: the rows on each device become a multiple of this number.
-
-    Returns:
-        Global array [m, ...] sharded over "data"; m is n rounded up to a multiple of `mesh.size * multiple`.
+    The rows on each device become a multiple of `multiple`.
     """
     padded = pad_rows(array, -(-len(array) // (mesh.size * multiple)) * mesh.size * multiple, fill=fill)
     return jax.make_array_from_callback(padded.shape, NamedSharding(mesh, P("data")), lambda block: padded[block])
 
 
 def pad_rows(array: np.ndarray, rows: int, *, fill: float = 0) -> np.ndarray:
-    """Pad an array along its first axis.
-
-    Args:
-        array: [n, ...].
-        rows: number of rows of the result, >= n.
-        fill: value of the padding rows.
-
-    Returns:
-        [rows, ...] with the dtype of `array`; `array` itself if it has `rows` rows.
-    """
+    """Pad an array along its first axis; return itself if it has that number of rows."""
     if len(array) == rows:
         return array
     tail = np.full((rows - len(array), *array.shape[1:]), fill, array.dtype)
@@ -365,16 +317,24 @@ def _shard(fields: dict[str, np.ndarray], rows: int, mesh: Mesh) -> dict[str, ja
     return shard_batch(mesh, {key: pad_rows(value, rows) for key, value in (fields | {"index": words}).items()})
 
 
-def _collected(batches: Iterable[dict[str, jax.Array]]) -> Iterator[dict[str, np.ndarray]]:
-    """Gather batches on every host, without padding and one batch late."""
-    pending: dict[str, jax.Array] | None = None
+def _on_host[T](batches: Iterable[T]) -> Iterator[Any]:
+    """Gather batches on every host, one batch late.
+
+    Collecting the previous batch overlaps host copies and the input pipeline with device computation.
+    """
+    pending: list[T] = []
     for batch in batches:
-        # Collecting the previous batch overlaps host copies and the input pipeline with device computation.
-        if pending is not None:
-            yield _collect(pending)
-        pending = batch
-    if pending is not None:
-        yield _collect(pending)
+        yield from map(to_host, pending)
+        pending = [batch]
+    yield from map(to_host, pending)
+
+
+def _collected(batches: Iterable[dict[str, jax.Array]]) -> Iterator[dict[str, np.ndarray]]:
+    """Gather batches on every host, without their padding."""
+    for host in _on_host(batches):
+        keep = np.asarray(host.pop("mask"))
+        host["index"] = np.ascontiguousarray(host["index"]).view(np.int64).reshape(-1)
+        yield {key: value[keep] for key, value in host.items()}
 
 
 def _sorted(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray] | None:
@@ -385,11 +345,3 @@ def _sorted(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray] |
     fields = {key: np.concatenate([batch[key] for batch in host]) for key in host[0]}
     order = np.argsort(fields["index"], kind="stable")  # captions of an image keep their order
     return {key: value[order] for key, value in fields.items()}
-
-
-def _collect(device: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Gather a batch on every host and drop its padding."""
-    host = to_host(device)
-    keep = np.asarray(host.pop("mask"))
-    host["index"] = np.ascontiguousarray(host["index"]).view(np.int64).reshape(-1)
-    return {key: value[keep] for key, value in host.items()}

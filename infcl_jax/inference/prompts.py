@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,17 +19,10 @@ Template = str | Callable[[str], str]
 Prompts = str | Sequence[Template] | Mapping[str, str | Sequence[str]]  # templates, or prompts by class name
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer, such as `infcl_jax.data.ByteTokenizer`."""
-
-    def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Encode n texts as int32 [n, context_length]."""
-
-
 def class_embeddings(
     encode_text: Encode,
     params: Any,
-    tokenizer: Tokenizer,
+    tokenizer: Callable[[Sequence[str]], np.ndarray],
     class_names: Sequence[str],
     templates: Prompts,
     mesh: Mesh,
@@ -87,24 +80,12 @@ def class_embeddings(
 def prompt_ensembles(
     encode_text: Encode,
     params: Any,
-    tokenizer: Tokenizer,
+    tokenizer: Callable[[Sequence[str]], np.ndarray],
     prompts: Sequence[Sequence[str]],
     mesh: Mesh,
     batch_size: int,
 ) -> np.ndarray:
-    """Compute the classifier vector of each class from its own prompts, see `class_embeddings`.
-
-    Args:
-        encode_text: encoder of token ids.
-        params: parameters of `encode_text`, on `mesh`.
-        tokenizer: tokenizer of n texts as int32 [n, L].
-        prompts: prompts of C classes, at least one each.
-        mesh: mesh with an axis "data".
-        batch_size: prompts encoded at once.
-
-    Returns:
-        float32 [C, D], unit vectors, the same on every process.
-    """
+    """Compute the classifier vector of each class from its own prompts, at least one, see `class_embeddings`."""
     texts, counts = list(itertools.chain(*prompts)), np.array([len(own) for own in prompts])
     unit = l2_normalize(encode_texts(encode_text, params, tokenizer, texts, mesh, batch_size))
     sums = np.add.reduceat(unit, np.cumsum(counts) - counts, axis=0)

@@ -94,11 +94,9 @@ def top_k(query: np.ndarray, gallery: np.ndarray, k: int, mesh: Mesh | None = No
 def shard_gallery(
     mesh: Mesh, gallery: np.ndarray, number: np.ndarray, tile_rows: int | None = None
 ) -> tuple[jax.Array, jax.Array, int]:
-    """Shard a gallery in equal tiles.
+    """Shard a gallery [G, D], the same on every process, in equal tiles.
 
     Args:
-        mesh: mesh with an axis "data".
-        gallery: [G, D], the same on every process.
         number: int32 [G], a number >= 0 of each row.
         tile_rows: rows of a tile; None: at most 4096, chosen to pad little of the last tile.
 
@@ -115,11 +113,7 @@ def shard_gallery(
 
 
 def query_blocks(count: int, block_rows: int | None = None) -> Iterator[tuple[slice, int]]:
-    """Split queries into blocks.
-
-    Args:
-        count: number of queries.
-        block_rows: largest number of rows of a block; None: 2048.
+    """Split queries into blocks of at most 2048 rows.
 
     Yields:
         Rows of a block, and the number of rows to which it is padded, the same for all.
@@ -130,15 +124,7 @@ def query_blocks(count: int, block_rows: int | None = None) -> Iterator[tuple[sl
 
 
 def tile_similarity(query: jax.Array, tile: jax.Array) -> jax.Array:
-    """Compute the similarities of queries and a tile of the gallery.
-
-    Args:
-        query: [Q, D], features.
-        tile: [G, D], features.
-
-    Returns:
-        [Q, G], with float32 accuracy.
-    """
+    """Compute the similarities [Q, G] of queries [Q, D] and a tile of the gallery [G, D] with float32 accuracy."""
     return jnp.einsum("qd,gd->qg", query, tile, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -164,14 +150,10 @@ def _rescore(query: np.ndarray, gallery: np.ndarray, index: np.ndarray, k: int) 
 def _candidates(
     query: jax.Array, gallery: jax.Array, row: jax.Array, *, count: int, mesh: Mesh, tile_rows: int
 ) -> jax.Array:
-    """Find the best gallery rows of replicated queries in a sharded gallery.
+    """Find the best gallery rows of replicated queries in a gallery sharded over "data".
 
     Args:
-        query: [Q, D], replicated.
-        gallery: [G, D], sharded over "data".
-        row: int32 [G], row of the whole gallery, -1 for padding; sharded over "data".
-        count: rows per query.
-        mesh: mesh with an axis "data".
+        row: int32 [G], row of the whole gallery, -1 for padding; sharded as the gallery.
         tile_rows: gallery rows per tile of the similarity matrix; divides the rows of every device.
 
     Returns:
@@ -202,16 +184,11 @@ def _candidates(
 
 
 def _best_of_tile(score: jax.Array, row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Select the largest scores of a tile and their rows; equal scores keep their order.
+    """Select the largest scores [Q, T] of a tile and their rows [T]; equal scores keep their order.
 
     The columns form groups. The `count` groups with the largest maxima contain the result: every other group has only
     scores that come after one score of each of these. So only the maxima of all groups and the scores of few groups are
     sorted.
-
-    Args:
-        score: [Q, T], one column for each row of the tile.
-        row: int32 [T].
-        count: scores per query.
     """
     queries, columns = score.shape
     size = columns // _GROUPS

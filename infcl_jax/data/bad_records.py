@@ -29,11 +29,9 @@ def as_array(messages: Mapping[int, str]) -> np.ndarray:
 
 
 def bad_record_limit(limit: float | None, source: Sized) -> int:
-    """Return the largest number of bad records of a dataset.
+    """Return the largest number of bad records: `limit` from 1 on, or 0; below 1 a fraction of the samples.
 
-    Args:
-      limit: a number from 1 on, or 0; a fraction of the samples below 1; None: 1 % of the samples, at least 100.
-      source: samples.
+    None is 1 % of the samples, at least 100.
     """
     if limit is None:
         return max(_FEWEST, len(source) // 100)
@@ -46,12 +44,7 @@ def describe_limit(limit: float | None) -> str:
 
 
 class BadRecords:
-    """Different bad records of a run, with a limit.
-
-    Args:
-      source: source of the records.
-      limit: maximum number of different bad records, see `bad_record_limit`.
-    """
+    """Different bad records of a run, with a limit, see `bad_record_limit`."""
 
     def __init__(self, source: Source, limit: float | None):
         self.source, self._setting, self._limit = source, limit, bad_record_limit(limit, source)

@@ -12,20 +12,12 @@ JPEG_QUALITY = 95  # the highest that Pillow recommends; above it, files grow wi
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Encode an image without loss, fast rather than small.
-
-    Args:
-      pixels: uint8 [H, W, 3] or [H, W, 1].
-    """
+    """Encode an image uint8 [H, W, 3] or [H, W, 1] without loss, fast rather than small."""
     return _encode(pixels[..., 0] if pixels.shape[2] == 1 else pixels, format="png", compress_level=1)
 
 
 def encode_jpeg(pixels: np.ndarray) -> bytes:
-    """Encode an image at quality `JPEG_QUALITY`.
-
-    Args:
-      pixels: uint8 [H, W, 3].
-    """
+    """Encode an image uint8 [H, W, 3] at quality `JPEG_QUALITY`."""
     return _encode(pixels, format="jpeg", quality=JPEG_QUALITY)
 
 

@@ -26,19 +26,12 @@ _WORKER_CORES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """Parallel reading of one training process.
+    """Parallel reading of one training process."""
 
-    Attributes:
-      num_workers: worker processes that read; 0: threads of the training process.
-      num_threads: reading threads of the training process, if it has no workers.
-      prefetch_batches: batches to prefetch.
-      cores: CPU cores that this process may use.
-    """
-
-    num_workers: int
-    num_threads: int
+    num_workers: int  # processes that read; 0: threads
+    num_threads: int  # reading threads, if there are no workers
     prefetch_batches: int
-    cores: int
+    cores: int  # that this process may use
 
     def __str__(self) -> str:
         """Format as "12 reading threads, 2 batches ahead"."""
@@ -53,11 +46,7 @@ class Parallelism:
         return self.num_workers or self.num_threads
 
     def advice(self, stage: str) -> str:
-        """Suggest a change that speeds up a stage.
-
-        Args:
-          stage: one of `infcl_jax.data.stages.STAGES`.
-        """
+        """Suggest a change that speeds up one of `infcl_jax.data.stages.STAGES`."""
         if stage == CONCATENATE:
             return "try more training processes, each of which concatenates its own rows"
         if stage == GPU_DECODE:

@@ -16,14 +16,10 @@ POSITIVES = ("pair", "caption", "image", "label")
 
 
 def positive_id(positives: str, example: Mapping[str, Any], caption: Any) -> Int32[np.ndarray, "2"]:
-    """Return the id of a training sample by its caption or class.
+    """Return the id of a training sample, a 64-bit number as two int32.
 
-    An id is a 64-bit number as two int32.
-
-    Args:
-      positives: "caption": hash of the caption in normal form, see `normalized`; "label": class index.
-      example: example of a source.
-      caption: caption of the sample, or its cached features.
+    It is the hash of the caption in normal form or of the caption's cached features with "caption", and the class index
+    with "label".
 
     Raises:
       ValueError: the example has no class, with "label".

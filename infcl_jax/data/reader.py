@@ -31,11 +31,7 @@ class RecordReader:
     def read(
         self, indices: Sequence[int], to_image: Sequence[ToImage] | None = None
     ) -> tuple[list[tuple[DecodedExample, int]], dict[int, str]]:
-        """Read records.
-
-        Args:
-          indices: sample indices.
-          to_image: decoder of each row's image; None: `pixels` for all.
+        """Read records, each with its own decoder of images; None: `pixels` for all.
 
         Returns:
           (example, its sample index) for each requested index that is not left out; and the messages of bad records by
@@ -77,12 +73,9 @@ class RecordReader:
 def read_good[Record](
     read: Callable[[int], Record], index: int, size: int, bad: dict[int, str], attempts: int = MAX_ATTEMPTS
 ) -> tuple[Record, int]:
-    """Read a record, or the next good one in place of a bad one.
+    """Read a record, or the next good one in place of a bad one; the first one follows the last.
 
     Args:
-      read: function from a sample index to its record.
-      index: sample index.
-      size: number of samples; the first one follows the last.
       bad: dictionary that receives the messages of bad records by sample index.
       attempts: number of records to try.
 

@@ -16,13 +16,7 @@ class ProcessRows(grain.MapDataset):
     """Rows of one process as (global row, sample index) pairs.
 
     A process has one contiguous block of each global batch. Indices beyond the length address further epochs, in the
-    parent and in this dataset.
-
-    Args:
-      parent: sample index of every global row of an epoch.
-      batch_size: rows of a global batch.
-      process_index: index of this process.
-      process_count: number of processes that share each batch.
+    parent, which has the sample index of every global row of an epoch, and in this dataset.
     """
 
     def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
@@ -42,11 +36,7 @@ class ProcessRows(grain.MapDataset):
         return row, self.parents[0][row]
 
     def global_batch(self, number: int) -> list[int]:
-        """Return the sample indices of a global batch, over all processes.
-
-        Args:
-          number: number of the batch, from 0.
-        """
+        """Return the sample indices of a global batch, over all processes; the first batch has the number 0."""
         rows = range(number * self._batch_size, (number + 1) * self._batch_size)
         return [int(self.parents[0][row]) for row in rows]
 

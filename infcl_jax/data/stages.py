@@ -44,16 +44,9 @@ def take_seconds() -> dict[str, float]:
 
 
 def limiting_stage(stats: Mapping[str, float], readers: int) -> str:
-    """Find the stage that limits the rate of the pipeline.
+    """Find the stage that limits the rate of the pipeline, given the seconds of `TrainIterator.stats`.
 
     All readers run the first three stages. One thread completes the batches with the others.
-
-    Args:
-      stats: seconds of the stages, from `TrainIterator.stats`.
-      readers: number of reading threads or workers.
-
-    Returns:
-      One of `STAGES`.
     """
     seconds = {stage: stats.get(seconds_name(stage), 0.0) for stage in STAGES}
     completing = {stage: seconds.pop(stage) for stage in (CONCATENATE, GPU_DECODE)}

@@ -51,11 +51,6 @@ def resize_center_crop(image: np.ndarray, size: int, resize: Resize = SHORTEST_B
     "squash", pixel for pixel, for aspect ratios up to 100. A longer image is cropped first with the mode "shortest",
     because the resized image would take `4 * size**2 * aspect_ratio` bytes.
 
-    Args:
-      image: uint8 [H, W, 3].
-      size: side S of the result, in pixels.
-      resize: mode and interpolation.
-
     Returns:
       uint8 [S, S, 3]; the input image itself if it has that size.
 
@@ -84,14 +79,7 @@ def _center_crop(image: np.ndarray, size: int) -> np.ndarray:
 
 
 class Box(NamedTuple):
-    """Crop box in pixels of the upright image.
-
-    Attributes:
-      top: first row.
-      left: first column.
-      height: number of rows.
-      width: number of columns.
-    """
+    """Crop box in pixels of the upright image."""
 
     top: float
     left: float
@@ -100,17 +88,9 @@ class Box(NamedTuple):
 
 
 def resize_box(image: Image.Image, box: Box, size: int) -> np.ndarray:
-    """Crop a box and resize it to a square (bicubic, antialiased).
+    """Crop a box of an RGB image and resize it to a square, uint8 [S, S, 3] (bicubic, antialiased).
 
     Pixels outside of the box have no weight, except those that a fractional box shares.
-
-    Args:
-      image: RGB image.
-      box: box inside the image, in its pixels.
-      size: side S of the result, in pixels.
-
-    Returns:
-      uint8 [S, S, 3].
     """
     left, top = math.floor(box.left), math.floor(box.top)
     right, bottom = math.ceil(box.left + box.width), math.ceil(box.top + box.height)
@@ -129,9 +109,6 @@ def random_crop_box(
     box is the largest central one whose aspect ratio is in `ratio`. Every call takes 22 numbers from `rng`.
 
     Args:
-      height: image height, in pixels.
-      width: image width, in pixels.
-      rng: random generator.
       scale: range of the box's area, as a fraction of the image's.
       ratio: range of the box's width over height, log-uniform.
 
@@ -152,18 +129,7 @@ def random_crop_box(
 
 
 def shift_pixels(image: np.ndarray, shift: tuple[int, int]) -> np.ndarray:
-    """Shift an image by whole pixels, repeating its border.
-
-    Args:
-      image: uint8 [H, W, 3].
-      shift: pixels down and to the right.
-
-    Returns:
-      uint8 [H, W, 3]; the image itself for a shift of zero.
-
-    Raises:
-      ValueError: the image is not uint8 [H, W, 3].
-    """
+    """Shift an image uint8 [H, W, 3] by whole pixels down and to the right, repeating its border."""
     _check_image(image)
     if shift == (0, 0):
         return image

@@ -93,15 +93,7 @@ def read_features(path: str | os.PathLike[str]) -> FeatureRows:
 def write_features(path: str | os.PathLike[str], store: FeatureStore, key_of: Callable[[int], str]) -> tuple[int, int]:
     """Write a complete store as a feature file, with its features mapped into memory.
 
-    The file appears only when it is complete.
-
-    Args:
-      path: file with one of the extensions `FEATURE_FILES`.
-      store: features of all samples, float32.
-      key_of: function from the index of a sample to its key.
-
-    Returns:
-      Number of rows n and size of the features D.
+    The file appears only when it is complete. Return its number of rows n and the size of the features D.
     """
     path = Path(path)
     features, indices = zip(*map(store.rows, range(store.segments)), strict=True)

@@ -50,11 +50,6 @@ def pretrained_tokenizer(source: Source, model: CLIPConfig | TextPairConfig, cle
     Its files are in the folder or Hub repository of the model, in the subfolder `tokenizer`, or in the Hub repository
     that OpenCLIP's configuration names. CLIP's vocabulary is also that of an installed package.
 
-    Args:
-      source: files of the model.
-      model: configuration of the model.
-      clean: text cleaning, see `load_tokenizer`; None: that of the files.
-
     Raises:
       FileNotFoundError: a file on the Hub cannot be fetched.
       ValueError: there is no tokenizer for the vocabulary of the model, or it has an option that is not supported.
@@ -86,10 +81,8 @@ def pretrained_tokenizer(source: Source, model: CLIPConfig | TextPairConfig, cle
 def save_tokenizer(folder: Path, tokenizer: BaseTokenizer) -> None:
     """Write the tokenizer of an exported model to its subfolder `tokenizer`, and for OpenCLIP to the folder.
 
-    Args:
-      folder: folder of the model. OpenCLIP's configuration in it names the tokenizer of Hugging Face and its options.
-        OpenCLIP has no `clean="none"`; it cleans as "whitespace", which a warning says.
-      tokenizer: the tokenizer.
+    OpenCLIP's configuration in the folder names the tokenizer of Hugging Face and its options. OpenCLIP has no
+    `clean="none"`; it cleans as "whitespace", which a warning says.
     """
     tokenizer.save(saved := folder / TOKENIZER_FOLDER)
     if tokenizer.kind not in ("hf", "sentencepiece") or not (file := folder / OPEN_CLIP_FILE).is_file():
@@ -120,11 +113,7 @@ def copy_tokenizer(workdir: Path, folder: Path) -> None:
 
 
 def suitable_tokenizer(tokenizer: str | BaseTokenizer, model: CLIPConfig) -> BaseTokenizer:
-    """Load a tokenizer for a model, and check that the model embeds its ids.
-
-    Args:
-      tokenizer: a tokenizer, or a spec of `load_tokenizer`.
-      model: configuration of the model.
+    """Load a tokenizer for a model from a spec of `load_tokenizer`, and check that the model embeds its ids.
 
     Raises:
       ValueError: the tokenizer has more ids or longer rows than the model, or pads on another side.

@@ -104,14 +104,10 @@ def warn_of_equal_names(class_names: Sequence[str]) -> None:
 
 
 def checked_template(template: str, where: str) -> str:
-    """Return a prompt template with "{}" for the class name.
-
-    Args:
-      template: prompt with "{}" or "{c}" for the class name, and no other braces.
-      where: origin of the template, for messages.
+    """Return a prompt template with "{}" for the class name, in place of "{c}".
 
     Raises:
-      ValueError: the template is no such text.
+      ValueError: the template has neither or other braces; the message has its origin `where`.
     """
     checked = template.replace("{c}", "{}") if isinstance(template, str) else ""
     if "{}" not in checked or any(brace in checked.replace("{}", "") for brace in "{}"):

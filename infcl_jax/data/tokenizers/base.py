@@ -233,15 +233,10 @@ class BaseTokenizer(abc.ABC):
 def clean_text(text: str, clean: str) -> str:
     """Clean one text.
 
-    Args:
-      text: the text.
-      clean: "none" only replaces lone surrogates. "whitespace" repairs wrongly decoded text, unescapes HTML entities
-        and joins words with single spaces. "lower" also lowercases the text, as CLIP does. "canonicalize" also removes
-        ASCII punctuation, as OpenCLIP does for SigLIP. "siglip" lowercases, removes ASCII punctuation and joins words,
-        as the class of transformers does: "_" becomes no space, and entities and curly quotes remain.
-
-    Returns:
-      The cleaned text.
+    "none" only replaces lone surrogates. "whitespace" repairs wrongly decoded text, unescapes HTML entities and joins
+    words with single spaces. "lower" also lowercases the text, as CLIP does. "canonicalize" also removes ASCII
+    punctuation, as OpenCLIP does for SigLIP. "siglip" lowercases, removes ASCII punctuation and joins words, as the
+    class of transformers does: "_" becomes no space, and entities and curly quotes remain.
     """
     if clean == "none":  # broken JSON has lone surrogates, which UTF-8 cannot encode
         return _encodable(text)

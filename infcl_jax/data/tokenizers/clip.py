@@ -42,19 +42,12 @@ Merge = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary of a byte-pair encoding.
+    """Vocabulary of a byte-pair encoding, with bytes as the characters of `byte_characters`."""
 
-    Attributes:
-      tokens: token of each id. Bytes are written as the characters of `byte_characters`.
-      merges: pairs of tokens to merge, the most frequent first.
-      start: token before each text.
-      end: token after each text.
-    """
-
-    tokens: Sequence[str]
-    merges: Sequence[Merge]
-    start: str
-    end: str
+    tokens: Sequence[str]  # of each id
+    merges: Sequence[Merge]  # the most frequent first
+    start: str  # token before each text
+    end: str  # token after each text
 
 
 def byte_characters() -> list[str]:
@@ -65,10 +58,7 @@ def byte_characters() -> list[str]:
 
 
 def vocabulary_of_merges(merges: Sequence[Merge]) -> Vocabulary:
-    """Return the vocabulary with ids in CLIP's order.
-
-    The order is bytes, last bytes of words, merges, start, end.
-    """
+    """Return the vocabulary with ids in CLIP's order: bytes, last bytes of words, merges, start, end."""
     base = sorted(byte_characters(), key=lambda character: (character >= chr(256), character))
     start, end = _SPECIAL_TOKENS[0]
     last = [character + END_OF_WORD for character in base]
@@ -93,10 +83,7 @@ def installed_vocabulary() -> Path:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read a vocabulary.
-
-    Args:
-      path: a text file of merges, as `bpe_simple_vocab_16e6.txt.gz`, or a folder with `vocab.json` and `merges.txt`.
+    """Read a text file of merges, as `bpe_simple_vocab_16e6.txt.gz`, or a folder with `vocab.json` and `merges.txt`.
 
     Raises:
       ValueError: the path does not exist or holds something else.
@@ -177,12 +164,7 @@ def _cached(encode: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[i
 
 
 class BytePairEncoder:
-    """Byte-pair encoding of text without special tokens around it.
-
-    Attributes:
-      vocabulary: the vocabulary.
-      ids: id of each token.
-    """
+    """Byte-pair encoding of text without special tokens around it."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
@@ -262,18 +244,7 @@ class CLIPTokenizer(BaseTokenizer):
     kind = "clip"
 
     def __init__(self, path: str | os.PathLike | None = None, context_length: int = 77, clean: str = "lower"):
-        """Read the vocabulary.
-
-        Args:
-          path: `bpe_simple_vocab_16e6.txt.gz`, another text file of merges, or a folder with `vocab.json` and
-            `merges.txt`. Default: the file of an installed package, such as `clip-anytorch`.
-          context_length: tokens per row, start and end included.
-          clean: text cleaning: "none", "whitespace", "lower", "canonicalize" or "siglip".
-
-        Raises:
-          ValueError: the path does not hold a vocabulary, or an argument is out of range.
-          ImportError: `path` is None and no package with the file is installed.
-        """
+        """Read the vocabulary, see `read_vocabulary`; None: that of an installed package, such as `clip-anytorch`."""
         vocabulary = read_vocabulary(installed_vocabulary() if path is None else Path(path))
         self._encoder = BytePairEncoder(vocabulary)
         self._start, end = (self._encoder.ids[token] for token in (vocabulary.start, vocabulary.end))

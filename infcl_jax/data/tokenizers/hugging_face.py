@@ -29,7 +29,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
     `special_tokens_map.json` in the same folder names, or that of `tokenizer.json`, or "[PAD]" or "<pad>".
     The side of the padding is that of `tokenizer_config.json`, of `tokenizer.json` or of the tokenizer's class, as in
     transformers; truncation is on the right. `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` in
-    `tokenizer_config.json` are obeyed for the classes that obey them in transformers.
+    `tokenizer_config.json` are obeyed for the classes that obey them in transformers. `clean` and `strip_sep_token` are
+    those of `tokenizer_kwargs` in `open_clip_config.json` by default, or `clean` that of SigLIP's class.
     """
 
     kind = "hf"
@@ -41,21 +42,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         clean: str | None = None,
         strip_sep_token: bool | None = None,
     ):
-        """Read the files.
-
-        Args:
-          path: a `tokenizer.json`, or a folder with one.
-          context_length: tokens per row, special tokens included.
-          clean: text cleaning before the file's own: "none", "whitespace", "lower", "canonicalize" or "siglip".
-            Default: that of `tokenizer_kwargs` in `open_clip_config.json` or of SigLIP's class in
-            `tokenizer_config.json`, else "none".
-          strip_sep_token: whether 0 replaces the last special token of each text, as in CLIPA. Default: that of
-            `tokenizer_kwargs`, else False.
-
-        Raises:
-          ValueError: the path does not hold a tokenizer, or an argument is out of range.
-          ImportError: the package `tokenizers` is not installed.
-        """
+        """Read a `tokenizer.json`, or that of a folder; for arguments and errors see `load_tokenizer`."""
         tokenizers = optional_package("tokenizers")
         file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
         if not file.is_file():

@@ -21,26 +21,15 @@ class SentencePieceTokenizer(BaseTokenizer):
     A row is text, the model's end token and padding, without a start token. The padding token is the one that
     `tokenizer_config.json` or `special_tokens_map.json` in the model's folder names, else the model's own, else its end
     token. T5's model has its own (0). SigLIP pads with the end token (1), which its folder names. SigLIP also needs
-    `clean="siglip"`, the default where its folder names the class of its tokenizer, or OpenCLIP's "canonicalize". Text
-    never becomes a special token.
+    `clean="siglip"`, the default where its folder names the class of its tokenizer, or OpenCLIP's "canonicalize". Other
+    defaults are `clean` of `tokenizer_kwargs` in `open_clip_config.json`, and "lower" with `do_lower_case` in
+    `tokenizer_config.json`. Text never becomes a special token.
     """
 
     kind = "sentencepiece"
 
     def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str | None = None):
-        """Read the model.
-
-        Args:
-          path: a model file, or a folder with `spiece.model`, `sentencepiece.model` or `tokenizer.model`.
-          context_length: tokens per row, end token included.
-          clean: text cleaning before the model's own: "none", "whitespace", "lower", "canonicalize" or "siglip".
-            Default: that of `tokenizer_kwargs` in `open_clip_config.json`, of SigLIP's class or of `do_lower_case` in
-            `tokenizer_config.json`, else "none".
-
-        Raises:
-          ValueError: the path does not hold a model with an end token, or an argument is out of range.
-          ImportError: the package `sentencepiece` is not installed.
-        """
+        """Read a model file, or that of a folder; for arguments and errors see `load_tokenizer`."""
         sentencepiece = optional_package("sentencepiece")
         path = Path(path)
         file = next((path / name for name in _FILES if (path / name).is_file()), path)

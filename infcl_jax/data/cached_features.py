@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import tempfile
@@ -223,14 +224,9 @@ def _segment_arrays(
 
 def _encode_rows(encode: Encode, rows: int, inputs: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """Encode `rows` inputs at a time, the last ones padded to the compiled shape."""
-    batch: list[np.ndarray] = []
-    for item in inputs:
-        batch.append(item)
-        if len(batch) == rows:
-            yield encode(np.stack(batch))
-            batch = []
-    if batch:
-        yield encode(np.stack([*batch, *[np.zeros_like(batch[0])] * (rows - len(batch))]))[: len(batch)]
+    for batch in itertools.batched(inputs, rows):
+        padding = [np.zeros_like(batch[0])] * (rows - len(batch))
+        yield encode(np.stack([*batch, *padding]))[: len(batch)]
 
 
 def _no_features(tower: TowerInput, encode: Encode, rows: int) -> np.ndarray:

@@ -91,14 +91,14 @@ class TrainIterator(grain.DatasetIterator):
       >>> batches.close()
 
     Args:
-      chunks: endless dataset of chunks, each a `Batch` of `rows_per_chunk` rows. A chunk may have the key `STATS`.
-      chunks_per_batch: chunks of one batch of this process.
-      rows_per_chunk: rows of a chunk.
-      identity: values that a restored state must share, such as the dataset size.
-      bad_records: counter of the bad records of returned batches.
-      parallelism: number of reading threads or workers and of prefetched batches.
+      source: source of the samples.
+      make_chunk: function that makes one chunk of a batch, a `Batch`, from (global row, sample index) pairs. A chunk
+        may have the key `STATS`.
+      row_bytes: bytes of a row in host memory.
+      shared_row_bytes: bytes of a row in the shared memory of workers that must be free; 0: unknown.
       finish: last stage of each batch; `next_reader` leaves it out.
-      order: rows of this process, for `batch_indices` and `awaited`; None: unknown.
+      reading: numbers of `infcl_jax.data.parallelism.choose_parallelism`.
+      Others: see `train_iterator`.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
@@ -107,26 +107,48 @@ class TrainIterator(grain.DatasetIterator):
 
     def __init__(
         self,
-        chunks: grain.MapDataset,
+        source: Source,
+        make_chunk: Callable[[Sequence[tuple[int, int]]], dict[str, Any]],
         *,
-        chunks_per_batch: int,
-        rows_per_chunk: int,
-        identity: Mapping[str, int],
-        bad_records: BadRecords,
-        parallelism: Parallelism,
+        batch_size: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        row_bytes: int,
+        shared_row_bytes: int = 0,
+        max_bad_records: float | None = None,
         finish: DeviceStage | None = None,
-        order: ProcessRows | None = None,
+        processes_per_host: int = 1,
+        **reading: int | None,
     ):
         super().__init__()
-        self.bad_records = bad_records
+        local_size = process_rows(batch_size, process_index, process_count)
+        if batch_size > len(source):
+            raise ValueError(
+                f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
+                f" {batch_size}; every sample appears at most once an epoch"
+            )
+        check_at_least(0, max_bad_records=max_bad_records)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+        self._identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
+        if isinstance(source, OrderedSource):
+            order = source.order(seed)
+            self._identity["order"] = source.fingerprint()
+        else:
+            order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
+            order = order[: len(source) // batch_size * batch_size]
+        self._rows = ProcessRows(order, batch_size, process_index, process_count)
+        self._chunk_rows = chunk_size(local_size)
+        self._chunks_per_batch = local_size // self._chunk_rows
+        make_chunk = WorkerFunction(make_chunk)
+        self._chunks = self._rows.batch(self._chunk_rows, drop_remainder=True, batch_fn=make_chunk).repeat()
+        self.parallelism = choose_parallelism(local_size * row_bytes, processes_per_host=processes_per_host, **reading)
+        chunk_bytes = self._chunk_rows * shared_row_bytes
+        check_shared_memory(self.parallelism, chunk_bytes, self._chunks_per_batch, processes_per_host)
+        self.bad_records = BadRecords(source, max_bad_records)
         self.dataset: Mapping[str, Any] = {}
-        self._chunks = chunks
-        self._chunks_per_batch = chunks_per_batch
-        self._rows_per_chunk = rows_per_chunk
-        self._identity = dict(identity)
-        self.parallelism = parallelism
         self._finish = finish
-        self._order = order
         self._next_batch = 0
         self._stale = False
         self._stats: Stats = {}
@@ -165,7 +187,7 @@ class TrainIterator(grain.DatasetIterator):
         first = self._next_batch * self._chunks_per_batch
         self._next_batch += 1
         self._stale = True  # the open pipeline is behind `_next_batch`
-        rows = self._rows_per_chunk
+        rows = self._chunk_rows
         returned: set[int] = set()
 
         def read(number: int) -> Batch:
@@ -198,12 +220,12 @@ class TrainIterator(grain.DatasetIterator):
         return {key: value for key, value in batch.items() if key != STATS}
 
     def batch_indices(self, number: int) -> list[int]:
-        """Return the sample indices of a global batch, over all processes; empty if they are unknown.
+        """Return the sample indices of a global batch, over all processes.
 
         Args:
           number: number of the batch, from 0.
         """
-        return [] if self._order is None else self._order.global_batch(number)
+        return self._rows.global_batch(number)
 
     def awaited(self) -> str:
         """Describe the chunk for which the next batch waits: its sources, files and reader.
@@ -213,12 +235,12 @@ class TrainIterator(grain.DatasetIterator):
         count = self._arrived.count
         chunk = self._opened_batch * self._chunks_per_batch + count
         batch = f"batch {self._next_batch + 1}"
-        if self._stale or self._order is None:
+        if self._stale:
             return batch
         if chunk >= (self._next_batch + 1) * self._chunks_per_batch:
             return f"{batch}, whose records are read; {'the GPUs decode' if self._finish else 'a thread joins'} them"
-        rows = range(chunk * self._rows_per_chunk, (chunk + 1) * self._rows_per_chunk)
-        records = describe_records(self.bad_records.source, [int(self._order[row][1]) for row in rows])
+        rows = range(chunk * self._chunk_rows, (chunk + 1) * self._chunk_rows)
+        records = describe_records(self.bad_records.source, [int(self._rows[row][1]) for row in rows])
         workers = self.parallelism.num_workers
         reader = f"worker process {count % workers + 1} of {workers}" if workers else "a reading thread"
         return f"{batch}, {records}, {reader}"
@@ -271,67 +293,11 @@ class TrainIterator(grain.DatasetIterator):
 class _ArrivedChunks:
     """Counter of the chunks that leave the reading threads or workers, in order."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __call__(self, chunk: Any) -> Any:
         self.count += 1
         return chunk
-
-
-def open_iterator(
-    source: Source,
-    make_chunk: Callable[[Sequence[tuple[int, int]]], dict[str, Any]],
-    *,
-    batch_size: int,
-    seed: int,
-    process_index: int,
-    process_count: int,
-    row_bytes: int,
-    max_bad_records: float | None,
-    shared_row_bytes: int = 0,
-    finish: DeviceStage | None = None,
-    processes_per_host: int = 1,
-    **reading: int | None,
-) -> TrainIterator:
-    """Create an endless iterator over chunks of a source, with arguments and errors of `train_iterator`.
-
-    Args:
-      make_chunk: function that makes one chunk of a batch from (global row, sample index) pairs.
-      row_bytes: bytes of a row in host memory.
-      shared_row_bytes: bytes of a row in the shared memory of workers that must be free; 0: unknown.
-      finish: last stage of each batch.
-      reading: numbers of `choose_parallelism`.
-    """
-    local_size = process_rows(batch_size, process_index, process_count)
-    if batch_size > len(source):
-        raise ValueError(
-            f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
-            f" {batch_size}; every sample appears at most once an epoch"
-        )
-    check_at_least(0, max_bad_records=max_bad_records)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
-    identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
-    if isinstance(source, OrderedSource):
-        order = source.order(seed)
-        identity["order"] = source.fingerprint()
-    else:
-        order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
-        order = order[: len(source) // batch_size * batch_size]
-    rows, chunk = ProcessRows(order, batch_size, process_index, process_count), chunk_size(local_size)
-    parallelism = choose_parallelism(local_size * row_bytes, processes_per_host=processes_per_host, **reading)
-    check_shared_memory(parallelism, chunk * shared_row_bytes, local_size // chunk, processes_per_host)
-    return TrainIterator(
-        rows.batch(chunk, drop_remainder=True, batch_fn=WorkerFunction(make_chunk)).repeat(),
-        chunks_per_batch=local_size // chunk,
-        rows_per_chunk=chunk,
-        identity=identity,
-        bad_records=BadRecords(source, max_bad_records),
-        order=rows,
-        finish=finish,
-        parallelism=parallelism,
-    )
 
 
 def prefetched_batches(

@@ -26,7 +26,7 @@ from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource, TeacherFeatures, TeacherTokens
-from infcl_jax.data.iterator import STATS, TrainIterator, open_iterator
+from infcl_jax.data.iterator import STATS, TrainIterator
 from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
 from infcl_jax.data.reader import RecordReader
 from infcl_jax.data.sources.base import Example, Source
@@ -272,7 +272,7 @@ def train_iterator(
         teacher=teacher,
     )
     row_bytes = 3 * image_size**2 + 4 * tokenizer.context_length
-    return open_iterator(
+    return TrainIterator(
         source,
         host if decoders is None else _EncodedChunk(host),
         batch_size=batch_size,

@@ -12,7 +12,7 @@ import numpy as np
 
 from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.checks import check_at_least
-from infcl_jax.data.iterator import STATS, TrainIterator, open_iterator
+from infcl_jax.data.iterator import STATS, TrainIterator
 from infcl_jax.data.reader import read_good
 from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import QuerySource, RetrievalExample
@@ -151,7 +151,7 @@ def pair_iterator(
       BadRecordError: raised during iteration, for more than `max_bad_records` bad records or 16 in a row.
     """
     check_at_least(0, hard_negatives=hard_negatives)
-    return open_iterator(
+    return TrainIterator(
         source,  # type: ignore[arg-type]
         _PairChunk(source, texts, hard_negatives, positive, seed),
         batch_size=batch_size,

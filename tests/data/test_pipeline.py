@@ -113,7 +113,7 @@ def test_the_samples_of_every_batch_are_known(process_count):
     iterator = train_iterator(MemorySource(40), **settings, **processes)
     assert [iterator.batch_indices(number) for number in range(7)] == expected
     local = 12 // process_count
-    assert [iterator._order[row][1] for row in range(5 * local, 6 * local)] == expected[5][-local:]
+    assert [iterator._rows[row][1] for row in range(5 * local, 6 * local)] == expected[5][-local:]
     iterator.close()
 
 

@@ -18,19 +18,28 @@ import numpy as np
 import pytest
 
 from infcl_jax.data import workers
-from infcl_jax.data.bad_records import BAD_RECORDS, BadRecords, as_array
+from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.iterator import TrainIterator
-from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 
 FLAG = "_inheriting"  # of a process that imports the script
 LAST = 12  # chunk at which a worker ends
 
 
+class Numbers:
+    """Samples that are not read."""
+
+    name, split = "numbers", "train"
+
+    def __len__(self):
+        return 10**4
+
+
 def ends(by):
     """Return the function that makes a chunk, or ends its process with a signal or an exception."""
 
-    def chunk(number):
+    def chunk(rows):
+        number = rows[0][0]
         if number == LAST:
             if isinstance(by, Exception):
                 raise by
@@ -50,14 +59,9 @@ def ends(by):
 def test_the_end_of_a_worker_is_an_error_and_leaves_no_shared_memory(monkeypatch, by, error, message):
     name = uuid.uuid4()
     monkeypatch.setattr(uuid, "uuid4", lambda: name)
-    iterator = TrainIterator(
-        grain.MapDataset.range(10**6).map(ends(by)),
-        chunks_per_batch=2,
-        rows_per_chunk=1,
-        identity={},
-        bad_records=BadRecords(SimpleNamespace(name="numbers", split="train"), limit=0),
-        parallelism=Parallelism(num_workers=2, num_threads=1, prefetch_batches=1, cores=2),
-    )
+    monkeypatch.setattr("infcl_jax.data.iterator._CHUNK", 1)
+    reading = {"num_workers": 2, "prefetch_batches": 1, "cores": 2}
+    iterator = TrainIterator(Numbers(), ends(by), batch_size=2, seed=0, row_bytes=2**16, **reading)
     with contextlib.closing(iterator), pytest.raises(error, match=message) as caught:
         for number in itertools.count():
             assert next(iterator)["image"][0, 0] == 2 * number and number < LAST // 2

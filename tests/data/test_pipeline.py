@@ -18,7 +18,6 @@ from infcl_jax.data import (
     BadRecordError,
     ByteTokenizer,
     eval_batches,
-    load_source,
     reader,
     stages,
     train_iterator,
@@ -211,7 +210,7 @@ def test_training_draws_from_all_captions():
     assert drawn.keys() == set("0123") and min(drawn.values()) > 100
 
 
-@pytest.mark.parametrize("stop", [0, 1, 3, 5, 10])
+@pytest.mark.parametrize("stop", [0, 3, 10])
 def test_resume_continues_exactly(stop):
     source = MemorySource(40, captions=3)
     reference = batches(source, 14)
@@ -229,31 +228,11 @@ def test_resume_continues_exactly(stop):
         resumed.close()
 
 
-def test_workers_give_the_same_batches_and_resume_either_way():
-    source = load_source("digits", "train")
-    kwargs = {
-        "tokenizer": TOKENIZER,
-        "image_size": 32,
-        "batch_size": 600,
-        "seed": 1,
-        "augmentation": Augmentation(shift=2),
-    }
-    threads = train_iterator(source, **kwargs)
-    reference = list(itertools.islice(threads, 5))
-    workers = train_iterator(source, num_workers=2, **kwargs)
-    workers.set_state({**threads.get_state(), "next_batch": 1})  # in the middle of the first epoch, of two batches
-    assert_equal(list(itertools.islice(workers, 3)), reference[1:4])
-    threads.set_state(workers.get_state())
-    assert_equal([next(threads)], reference[4:])
-    for iterator in (threads, workers):
-        iterator.close()
-
-
 class Rendezvous(MemorySource):
     """Source that waits at its first record until `readers` processes have come."""
 
-    def __init__(self, size, folder, readers):
-        super().__init__(size)
+    def __init__(self, size, folder, readers, captions):
+        super().__init__(size, captions)
         self.folder, self.readers = folder, readers
 
     def __getitem__(self, index):
@@ -265,10 +244,20 @@ class Rendezvous(MemorySource):
         return super().__getitem__(index)
 
 
-def test_workers_start_together(tmp_path):
+def test_workers_start_together_give_the_same_batches_and_resume_either_way(tmp_path):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    (batch,) = batches(Rendezvous(12, tmp_path, readers=2), 1, num_workers=2, batch_size=2)
-    assert len(batch["index"]) == 2
+    kwargs = {"tokenizer": TOKENIZER, "image_size": 8, "batch_size": 130, "seed": 1}
+    threads = train_iterator(MemorySource(270, captions=3), augmentation=Augmentation(shift=2), **kwargs)
+    reference = list(itertools.islice(threads, 5))
+    source = Rendezvous(270, tmp_path, readers=2, captions=3)
+    workers = train_iterator(source, augmentation=Augmentation(shift=2), num_workers=2, **kwargs)
+    workers.set_state({**threads.get_state(), "next_batch": 1})  # in the middle of the first epoch, of two batches
+    assert_equal(list(itertools.islice(workers, 3)), reference[1:4])
+    assert workers.stats()[stages.seconds_name(stages.READ)] > 0
+    threads.set_state(workers.get_state())
+    assert_equal([next(threads)], reference[4:])
+    for iterator in (threads, workers):
+        iterator.close()
 
 
 def test_state_goes_through_an_orbax_handler(tmp_path):
@@ -381,8 +370,7 @@ def test_the_message_has_the_limit_and_the_setting(limit, samples, match):
         records.add(range(0, samples, 2))
 
 
-@pytest.mark.parametrize("size", [1, 11, 12, 13, 40])
-@pytest.mark.parametrize("process_count", [1, 3])
+@pytest.mark.parametrize(("size", "process_count"), [(1, 3), (12, 1), (13, 3), (40, 1), (40, 3)])
 def test_evaluation_covers_the_split_once_in_order(size, process_count):
     source = MemorySource(size, captions=3, ragged=True)
     kwargs = {"tokenizer": TOKENIZER, "image_size": 8, "batch_size": 12, "process_count": process_count}
@@ -431,24 +419,12 @@ def test_bad_records_become_padding(process_count):
             assert batch["bad_records"]["index"].tolist() == expected.tolist() and not len(whole["bad_records"])
 
 
-def test_first_batches_and_images_can_be_left_out():
-    kwargs = {"tokenizer": TOKENIZER, "batch_size": 12}
-    whole = list(eval_batches(MemorySource(40), image_size=8, **kwargs))
-    rest = eval_batches(MemorySource(40), image_size=None, first_batch=2, **kwargs)
-    assert len(rest) == 2
-    for batch in whole:
-        del batch["image"]
-    assert_equal(list(rest), whole[2:])
-
-
-def test_evaluation_without_tokenizer_leaves_captions_out():
-    with_captions, without = (
-        list(eval_batches(MemorySource(5), tokenizer=tokenizer, image_size=8, batch_size=4))
-        for tokenizer in (TOKENIZER, None)
-    )
-    for batch in with_captions:
-        del batch["text"], batch["text_index"]
-    assert_equal(without, with_captions)
+def test_first_batches_images_and_captions_can_be_left_out():
+    whole = list(eval_batches(MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12))
+    for tokenizer, image_size, left_out in ((TOKENIZER, None, {"image"}), (None, 8, {"text", "text_index"})):
+        rest = eval_batches(MemorySource(40), tokenizer=tokenizer, image_size=image_size, batch_size=12, first_batch=2)
+        assert len(rest) == 2
+        assert_equal(list(rest), [{k: v for k, v in batch.items() if k not in left_out} for batch in whole[2:]])
 
 
 def test_evaluation_can_be_iterated_again_and_left_early():
@@ -462,11 +438,6 @@ def test_evaluation_raises_at_a_bad_record():
     for _ in range(2):
         with pytest.raises(BadRecordError, match="bad record 25 of memory, split train"):
             list(loader)
-
-
-def test_evaluation_batch_must_divide():
-    with pytest.raises(ValueError, match="multiple of the 5 processes, got 12"):
-        eval_batches(MemorySource(40), tokenizer=TOKENIZER, image_size=8, batch_size=12, process_count=5)
 
 
 class SlowStage(threading.local):

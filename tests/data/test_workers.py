@@ -5,8 +5,10 @@ import gc
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import time
 import types
 import uuid
@@ -20,7 +22,7 @@ import pytest
 from infcl_jax.data import workers
 from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.iterator import TrainIterator
-from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
+from infcl_jax.data.workers import WorkerFunction, WorkerLost, WorkersCannotStart, check_guard
 
 FLAG = "_inheriting"  # of a process that imports the script
 LAST = 12  # chunk at which a worker ends
@@ -141,3 +143,22 @@ def test_workers_need_a_script_that_they_can_import(monkeypatch, attributes, ref
     expected = pytest.raises(WorkersCannotStart, match="num_workers=0") if refused else contextlib.nullcontext()
     with expected:
         workers.worker_dataset(grain.MapDataset.range(3).to_iter_dataset(), 1)
+
+
+class Add:
+    def __init__(self, summands):
+        self.summands = summands
+
+    def __call__(self, number):
+        return number + sum(self.summands)
+
+
+def test_state_travels_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    function = WorkerFunction(Add(list(range(100_000))).__call__)
+    pickled = [pickle.dumps(function) for _ in range(2)]
+    assert len(pickled[0]) < 1000  # a pipe holds 64 KiB
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [pickle.loads(data)(1) for data in pickled] == [function(1)] * 2
+    del function
+    assert not list(tmp_path.iterdir())

@@ -92,11 +92,6 @@ def test_threads_share_a_tokenizer(kind, load):
 
 
 @kinds
-def test_default_lengths(kind, specs):
-    assert load_tokenizer(specs[kind]).context_length == 77
-
-
-@kinds
 def test_text_cleaning(kind, load):
     ids = load(kind, clean="canonicalize")(["&lt;The\tRED_cat&gt;.", "the red cat"])
     np.testing.assert_array_equal(ids[0], ids[1])

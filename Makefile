@@ -34,23 +34,25 @@ check: lint $(TRITON)  ## Lint, types and the tests of what differs from the mai
 	$(BIN)/python tests/changed.py
 
 # A crashed worker ends the tests: `--dist loadfile` would give its files to a new worker and never end.
-PYTEST := -m pytest -q -n 2 --max-worker-restart 0
+# Each file runs in one worker, in the order of tests/conftest.py.
+PYTEST := -m pytest -q -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 # The marks of pyproject.toml: `test` and `test-runs` share what is neither slow nor full.
 QUICK := not slow and not full and not gpu
 
 test: $(TRITON)  ## Losses, kernels, models, data and evaluation on the CPU, and every command once
-	$(BIN)/python $(PYTEST) --dist loadfile -m "not runs and $(QUICK)"
+	$(BIN)/python $(PYTEST) -m "not runs and $(QUICK)"
 
 test-runs: $(TRITON)  ## Training steps, whole runs with stops and faults, processes, plans, verification, examples
-	$(BIN)/python $(PYTEST) --dist loadfile -m "runs and $(QUICK)"
+	$(BIN)/python $(PYTEST) -m "runs and $(QUICK)"
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits and notebooks, checked against their promised results
-	$(BIN)/python $(PYTEST) --dist worksteal -m slow
+test-slow: $(STAMP)  ## Quickstart, killed half way, digits, notebooks and processes, in fewer steps than users run
+	$(BIN)/python $(PYTEST) -m "slow and not full"
 
-test-all: test test-runs test-slow  ## Everything that CI tests on the newest JAX
+test-all: $(TRITON)  ## These three in one session, which collects tests and compiles shared programs once
+	$(BIN)/python $(PYTEST) -m "not full and not gpu"
 
-test-full: $(STAMP)  ## Further cases of what test-slow checks, not in CI
+test-full: $(STAMP)  ## Further cases, and the promised results of quickstart and digits; not in CI
 	$(BIN)/python $(PYTEST) -m full
 
 oldest: .venv-oldest.txt  ## The environment of test-oldest
@@ -64,7 +66,7 @@ test-oldest: oldest  ## Lowering, exactness and a training run on the oldest sup
 test-newest:  ## The test suite on the newest releases and pre-releases, to see early what the next JAX breaks
 	PIP_PRE=1 PIP_UPGRADE=1 $(MAKE) --always-make VENV=.venv-newest CONSTRAINTS=/dev/null .venv-newest/.triton
 	PIP_PRE=1 .venv-newest/bin/python -m pip install --quiet --upgrade jax jaxlib  # beyond the bound of pyproject.toml
-	.venv-newest/bin/python $(PYTEST) --dist loadfile
+	.venv-newest/bin/python $(PYTEST)
 
 test-gpu: $(STAMP)  ## Tests that need a GPU
 	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m gpu

@@ -3,6 +3,7 @@
 `-m gpu` runs on the GPU.
 """
 
+import collections
 import gc
 import os
 import signal
@@ -19,6 +20,9 @@ from signatures import BACKENDS
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # smaller programs compile faster
+
+# Typical seconds of tests with a mark.
+SECONDS = {"slow": 20, "runs": 1}
 
 # Packages whose tests train whole runs, call commands or start processes.
 RUNS = {"experiments", "faults", "grad_cache", "inference", "planner", "run", "runtime", "training", "verification"}
@@ -70,6 +74,15 @@ def pytest_itemcollected(item):
     """Mark the tests of `RUNS`, which `make test` leaves to `make test-runs`."""
     if RUNS.intersection(item.path.relative_to(item.config.rootpath / "tests").parts[:1]):
         item.add_marker(pytest.mark.runs)
+
+
+@pytest.hookimpl(trylast=True)  # after the choice of marks
+def pytest_collection_modifyitems(items):
+    """Start the longest files first, so that two workers end together."""
+    seconds = collections.Counter()
+    for item in items:
+        seconds[item.path] += next((s for mark, s in SECONDS.items() if item.get_closest_marker(mark)), 0.2)
+    items.sort(key=lambda item: (-seconds[item.path], item.path))
 
 
 def pytest_collection_finish():

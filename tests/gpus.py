@@ -2,7 +2,10 @@
 
 import collections
 import contextlib
+import faulthandler
+import math
 import re
+import sys
 
 import jax
 import jax.extend.core
@@ -17,6 +20,7 @@ def described(cores=132, **axes):
 
 
 ALONE = described()
+TWO_SMS = described(cores=2)
 
 
 def under(mesh):
@@ -24,18 +28,31 @@ def under(mesh):
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
+DEADLOCK = 300  # seconds
+FINDS_RACES = plgpu.InterpretGPUParams(detect_races=True)
+
+
 @contextlib.contextmanager
-def interpreted(capsys):
-    """Kernels run on the CPU, on two multiprocessors, and without races."""
-    races = plgpu.InterpretGPUParams(detect_races=True)
-    with plgpu.force_gpu_interpret_mode(races), under(described(cores=2)):
-        yield
+def interpreted(capsys, mesh=TWO_SMS):
+    """Run kernels on the CPU and without races; a deadlock ends the process."""
+    faulthandler.dump_traceback_later(DEADLOCK, exit=True, file=sys.__stderr__)
+    try:
+        with plgpu.force_gpu_interpret_mode(FINDS_RACES), under(mesh):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     assert "RACE" not in capsys.readouterr().out
 
 
-def lowered(function, *arrays):
+def lowered(function, *arrays, **options):
     """The program for CUDA, as text."""
-    return function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return function.trace(*arrays, **options).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def largest_array(text):
+    """Number of elements of a program's largest array."""
+    arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
+    return max(math.prod(map(int, a.split("x"))) for a in arrays)
 
 
 def count_primitives(jaxpr):

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -31,12 +32,13 @@ INSTALL_LIMIT = 900  # seconds per cell with a wheel, whose install cell install
 LARGEST_OUTPUT = 200_000  # bytes of one stored picture or text
 
 
-def execute(name: str, wheel: Path | None = None) -> nbformat.NotebookNode:
+def execute(name: str, wheel: Path | None = None, steps: int | None = None) -> nbformat.NotebookNode:
     """Execute a notebook.
 
     Args:
       name: notebook, such as "quickstart".
       wheel: wheel or clone that its install cell gets, in a new environment; None: the library of this checkout.
+      steps: training steps in place of its own; None: its own.
 
     Returns:
       The notebook with its outputs.
@@ -45,6 +47,8 @@ def execute(name: str, wheel: Path | None = None) -> nbformat.NotebookNode:
       CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
+    for cell in notebook.cells if steps else ():
+        cell.source = re.sub(r'"total_steps": \d+', f'"total_steps": {steps}', cell.source)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "work")
         folder.mkdir()

@@ -192,7 +192,9 @@ def checks(implementations):
         for n, multi, smoothing in {
             "dense": [(1, "any", 0.1), (4, "mean", 0.0)],
             "xla": [(1, "mean", 0.1), (1, "any", 0.0), (4, "mean", 0.0), (4, "any", 0.1), (8, "mean", 0.0)],
-        }.get(i, [(4, "mean", 0.0), (4, "any", 0.1)]):
+            "ring": [(4, "mean", 0.0), (4, "any", 0.1)],
+            "local": [(4, "mean", 0.0)],
+        }.get(i, [(4, "any", 0.1)]):
             settings = {"implementation": i, "devices": n, "multi_positive": multi}
             cases[f"clip-{i}-{n}-{multi}"] = functools.partial(check_clip, **settings, smoothing=smoothing)
     for i, multi in (("dense", "any"), ("xla", "mean"), ("xla", "any")):

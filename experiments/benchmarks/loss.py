@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from experiments import command_line
-from experiments.benchmarks import exact_siglip, harness, timing
-from experiments.benchmarks.exact_loss import relative_errors
+from experiments.benchmarks import harness, timing
+from experiments.benchmarks.exact import Gradients, relative_errors
 from experiments.benchmarks.loss_case import IDS, LOSSES, Case, Settings
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax import clip_loss, distillation_loss, siglip_loss
@@ -84,7 +84,7 @@ _COLUMNS = (
 _FIGURES = (
     *(key for _, key, _ in harness.PASSES),
     *("forward_memory_mib", "memory_mib"),
-    *(f"{name}_error" for name in exact_siglip.Gradients._fields),
+    *(f"{name}_error" for name in Gradients._fields),
 )
 
 

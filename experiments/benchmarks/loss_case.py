@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.benchmarks import exact_distillation, exact_loss, exact_siglip
+from experiments.benchmarks import exact
 from infcl_jax.losses.distillation import IMPLEMENTATIONS as DISTILLATION_IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
 from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
@@ -145,13 +145,13 @@ class Case(NamedTuple):
     def _teacher_flops(self) -> int:
         return 0 if self.teacher is None else forward_flops(*self.teacher[0].shape)
 
-    def exact(self) -> Any:
+    def exact(self) -> exact.Gradients:
         """Compute the float64 loss and gradients."""
         if self.teacher is not None:
             image, text, scale = self.operands
-            return exact_distillation.exact_gradients(self.mesh, image, text, scale, self.rows, self.teacher)
-        exact_gradients: Any = (exact_siglip if self.loss == "siglip" else exact_loss).exact_gradients
-        return exact_gradients(self.mesh, *self.operands, self.rows, self.ids, **self.options)
+            return exact.distillation(self.mesh, image, text, scale, self.rows, self.teacher)
+        function: Any = exact.siglip if self.loss == "siglip" else exact.clip
+        return function(self.mesh, *self.operands, self.rows, self.ids, **self.options)
 
 
 def draw_ids(kind: str, b: int) -> np.ndarray | None:

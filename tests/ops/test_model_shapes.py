@@ -91,8 +91,15 @@ def count_lowered(launch):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    # The layouts of fp16 are those of bf16.
-    [*itertools.product(OPS, ["bfloat16", "float32"]), pytest.param("ViT-L-14", "float16", marks=pytest.mark.full)],
+    # The layouts of fp16 are those of bf16. In fp32 only LayerNorm has kernels.
+    [
+        *((name, "bfloat16") for name in ("tiny", "ViT-B-32", "ViT-L-14", "RN50", "ViT-H-14", "ViT-SO400M-14-SigLIP")),
+        *((name, "float32") for name in ("ViT-B-16", "ViT-SO400M-14-SigLIP")),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.full)
+            for name, dtype in itertools.product(OPS, ["bfloat16", "float16", "float32"])
+        ),
+    ],
 )
 def test_kernels_lower_at_the_shapes_of_a_model(launches, name, dtype):
     trace_gradients(name, dtype)

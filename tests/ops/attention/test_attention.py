@@ -146,12 +146,11 @@ def test_the_best_attention_is_what_device_and_inputs_allow(monkeypatch, backend
     assert best_attention((B, 400, HEADS, channels), dtype) == best
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("length", "channels"),
-    [(50, 64), (77, 64), (197, 64), (257, 64), (729, 72), (730, 80), (257, 88), (257, 104), (1024, 96), (64, 128)],
+    ("length", "channels", "causal"),
+    [(50, 64, False), (77, 64, True), (729, 72, False), (730, 80, True), (257, 104, False), (1024, 96, True)],
 )
-def test_cudnn_takes_every_sequence_length_of_the_models(monkeypatch, causal, length, channels):
+def test_cudnn_takes_every_sequence_length_of_the_models(monkeypatch, length, channels, causal):
     """Without a GPU: the program for one is built, forward and backward."""
     private_jax.pretend_cudnn(monkeypatch)
     attention = functools.partial(attend_padded, causal=causal, implementation="cudnn")

@@ -3,13 +3,9 @@
 Pallas interprets them on the CPU, and they are lowered for CUDA. `tests/gpu` runs them on a GPU.
 """
 
-import contextlib
 import dataclasses
-import faulthandler
 import functools
 import math
-import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +13,8 @@ import numpy as np
 import oracle
 import pytest
 from fused_ids import check_ids
-from gpus import ALONE, count_kernels, count_primitives, described
+from gpus import ALONE, FINDS_RACES, count_kernels, count_primitives, described, largest_array
+from gpus import lowered as lowered_for_cuda
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,7 +29,6 @@ from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu import MosaicGpu
 from infcl_jax.ops.pairwise_lse.pallas_mosaic_gpu_schedule import Tiles
 
 EVERYTHING = NeedsGrad()
-DEADLOCK = 300  # seconds
 BF16 = ((0, 0),)
 FP32 = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
@@ -51,26 +47,6 @@ CONFIGURATIONS = {
         SMALL,
     ],
 }
-
-
-@contextlib.contextmanager
-def interpreted():
-    """Runs kernels on the CPU; a deadlock ends the process."""
-    faulthandler.dump_traceback_later(DEADLOCK, exit=True, file=sys.__stderr__)
-    races = plgpu.InterpretGPUParams(detect_races=True)
-    try:
-        with plgpu.force_gpu_interpret_mode(races), jax.sharding.use_abstract_mesh(ALONE):
-            yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture
-def interpreter(capsys):
-    """Runs kernels in the interpreter and fails on races."""
-    with interpreted():
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def make(
@@ -324,7 +300,7 @@ def test_races_are_noticed(capsys, safe):
     x = jnp.ones((64, 64), jnp.float32)
     scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()]
     report = ""
-    with interpreted():
+    with plgpu.force_gpu_interpret_mode(FINDS_RACES), jax.sharding.use_abstract_mesh(ALONE):
         copy = plgpu.kernel(kernel, out_type=x, scratch_types=scratch, num_threads=2, thread_name="warpgroup")
         try:
             jax.block_until_ready(copy(x))
@@ -377,8 +353,7 @@ def lowered(argnums, rows, dim, dtype, mesh=None, by_id=False):
         return clip_loss(*args, mesh=mesh, implementation="mosaic_gpu", **options)
 
     with jax.sharding.use_abstract_mesh(mesh or ALONE):
-        program = jax.jit(jax.value_and_grad(loss, argnums=argnums)).trace(features, features, scale, ids)
-    return program.lower(lowering_platforms=("cuda",)).as_text()
+        return lowered_for_cuda(jax.jit(jax.value_and_grad(loss, argnums=argnums)), features, features, scale, ids)
 
 
 FULL = [*((dim, jnp.bfloat16) for dim in (512, 640, 768, 1024, 1280)), (1000, jnp.float32), (1024, jnp.float32)]
@@ -399,8 +374,7 @@ def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, by_id):
     b = 65536
     text = lowered((0, 1, 2), b, dim, dtype, by_id=by_id)
     assert count_kernels(text) <= 4 * 5 + (6 if by_id else 1)
-    arrays = re.findall(r"tensor<([\dx]+)x(?:f32|bf16|i32|i1)>", text)
-    assert max(math.prod(map(int, a.split("x"))) for a in arrays) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
+    assert largest_array(text) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
 
 
 @pytest.mark.parametrize(("argnums", "products"), [((0, 1, 2), 4), ((1,), 2), ((2,), 1)])
@@ -461,5 +435,5 @@ def test_every_option_lowers(columns):
         return sum(jax.tree.leaves(jax.tree.map(jnp.sum, result)))
 
     with jax.sharding.use_abstract_mesh(ALONE):
-        program = jax.jit(jax.value_and_grad(value)).trace(given, mask, labels)
-    assert count_kernels(program.lower(lowering_platforms=("cuda",)).as_text()) == 4  # sums, maxima, positives, dS
+        text = lowered_for_cuda(jax.jit(jax.value_and_grad(value)), given, mask, labels)
+    assert count_kernels(text) == 4  # sums, maxima, positives, dS

@@ -84,11 +84,7 @@ class Settings:
 
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Raises:
-      ValueError: a flag is wrong or missing, or an implementation does not run on the device.
-    """
+    """Run the benchmark with the settings of the flags."""
     settings = Settings(
         implementations=cast(
             tuple[AttentionImplementation, ...], harness.names("attention", _IMPLEMENTATIONS.value, _CHOICES)
@@ -108,11 +104,6 @@ def benchmark_from_flags() -> None:
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
     """Measure, print and record all cases.
-
-    Args:
-      settings: benchmark cases.
-      mesh: mesh of one device.
-      output: folder of the JSON lines, which are appended.
 
     Returns:
       The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and

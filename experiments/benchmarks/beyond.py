@@ -68,15 +68,6 @@ Results = dict[str, list[dict[str, float]]]  # of each seed, by the name of the 
 def answer(config: RunConfig, questions: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[str, Results]:
     """Train the runs of each question, plot their results and record them.
 
-    Args:
-      config: settings, see `configs/base.py`. It must evaluate zero-shot and retrieval.
-      questions: some of `QUESTIONS`.
-      seeds: training seeds of each variant.
-      folder: folder of all runs and their results.
-
-    Returns:
-      The last evaluation of each run, by question, variant and seed.
-
     Raises:
       ValueError: a setting is wrong.
     """
@@ -160,11 +151,6 @@ def write_jpeg(source: Source, folder: Path) -> str:
 
 def trained(config: RunConfig, changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
     """Train a run, or continue it; return its last evaluation.
-
-    Args:
-      config: settings that all runs have in common.
-      changes: changed settings of the run.
-      folder: work directory of the run. If it has the results of a finished run, nothing is trained.
 
     Raises:
       ValueError: a setting is wrong.
@@ -251,11 +237,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def answer_from_flags(workdir: str) -> None:
-    """Answer the questions of the flags.
-
-    Raises:
-      ValueError: `--config` is missing, or a setting or flag is wrong.
-    """
+    """Answer the questions of the flags."""
     config = command.chosen_config()
     if _STEPS.value is not None:
         warmup = min(config.optimizer.warmup_steps, max(0, _STEPS.value // 10))

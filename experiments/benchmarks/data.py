@@ -100,11 +100,7 @@ class Readers:
 
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Raises:
-      ValueError: a flag or a setting is wrong or missing.
-    """
+    """Run the benchmark with the settings of the flags."""
     config, output = command.chosen_config(), harness.output_folder()
     readers = [Readers.parse(text) for text in _READERS.value]
     kinds = harness.names("kinds", _KINDS.value, tuple(photographs.KINDS))
@@ -140,15 +136,6 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure, print and record one dataset and one number of readers.
 
-    Args:
-      config: settings of a run, which name the dataset.
-      kind: kind of the dataset, for the record.
-      readers: threads or workers.
-      mesh: devices.
-      seconds: least duration of each measurement.
-      output: folder of the JSON lines, which are appended.
-      open_clip_python: Python with OpenCLIP; empty: skip OpenCLIP.
-
     Returns:
       The records: one of this pipeline and, for tar files and where it is installed, one of OpenCLIP's.
     """
@@ -178,12 +165,6 @@ def _report(output: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def pipeline_figures(config: RunConfig, data: TrainIterator, mesh: Mesh, seconds: float) -> dict[str, Any]:
     """Measure the pipeline of training, from files to arrays on the devices.
-
-    Args:
-      config: settings of a run.
-      data: iterator of batches that has not started yet.
-      mesh: devices.
-      seconds: least duration of the measurement.
 
     Returns:
       Figures by name, see docs/benchmarks.md.
@@ -215,12 +196,6 @@ def pipeline_figures(config: RunConfig, data: TrainIterator, mesh: Mesh, seconds
 
 def open_clip_figures(config: RunConfig, workers: int, seconds: float, python: str) -> dict[str, Any] | None:
     """Measure OpenCLIP's pipeline on the same tar files, in a process of its own.
-
-    Args:
-      config: settings of a run.
-      workers: worker processes.
-      seconds: least duration of the measurement.
-      python: Python with OpenCLIP.
 
     Returns:
       Figures by name; None if it is not installed or fails, which is printed.

@@ -44,10 +44,6 @@ PASSES: Columns = (
 def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
     """Parse the values of a flag that lists positive integers.
 
-    Args:
-      name: name of the flag.
-      texts: values of the flag.
-
     Raises:
       ValueError: the list is empty, or a value is not a positive integer.
     """
@@ -58,11 +54,6 @@ def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
 
 def names(flag: str, texts: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Check the values of a flag that lists names.
-
-    Args:
-      flag: name of the flag.
-      texts: values of the flag.
-      known: valid names.
 
     Raises:
       ValueError: the list is empty, or a name is unknown.
@@ -138,10 +129,6 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 def collect(names: Iterable[str], figures: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """Collect the figures of one case until memory runs out.
 
-    Args:
-      names: names of all figures.
-      figures: iterator that yields figures as they are measured.
-
     Returns:
       Figures by name, None where missing, and "status": "ok" or "out of memory".
     """
@@ -178,14 +165,6 @@ def report(
 
     Only the leading process writes and prints.
 
-    Args:
-      path: file of JSON lines.
-      columns: columns of the table.
-      mesh: devices.
-      gemm: reference GEMM of the same process.
-      case: settings of the measurement.
-      figures: results, from `collect`.
-
     Returns:
       The record: environment, case, reference GEMM and figures.
     """
@@ -197,18 +176,7 @@ def report(
 
 
 def start_table(about: str, columns: Columns, mesh: Mesh, repeats: int, output: Path) -> Gemm:
-    """Create the output folder, time the reference GEMM, print the header.
-
-    Args:
-      about: description of the benchmark.
-      columns: columns of the table.
-      mesh: devices.
-      repeats: timed runs of the reference GEMM.
-      output: output folder.
-
-    Returns:
-      The reference GEMM.
-    """
+    """Create the output folder, time the reference GEMM, print the header."""
     if distributed.is_lead():
         output.mkdir(parents=True, exist_ok=True)
     gemm, context = measure_gemm(max(1, repeats)), environment(mesh)
@@ -236,13 +204,7 @@ def _table_line(columns: Columns, cells: Iterable[str]) -> str:
 
 
 def label_axes(axes: Axes, records: Sequence[dict[str, Any]], label: str) -> None:
-    """Label the axes of a plot over the batch size.
-
-    Args:
-      axes: axes of the plot.
-      records: records whose batch sizes become ticks.
-      label: label of the vertical axis.
-    """
+    """Label the axes of a plot over the batch size."""
     batches = sorted({record["batch"] for record in records})
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [f"{b:,}" for b in batches], fontsize=8)

@@ -89,11 +89,7 @@ _FIGURES = (
 
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Raises:
-      ValueError: a flag is wrong or missing, or does not fit the devices.
-    """
+    """Run the benchmark with the settings of the flags."""
     settings = Settings(
         implementations=harness.names("implementations", _IMPLEMENTATIONS.value, LOSSES[_LOSS.value]),
         batch=harness.batch_sizes(),
@@ -119,11 +115,6 @@ def benchmark_from_flags() -> None:
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
     """Measure, print, record and plot all cases.
-
-    Args:
-      settings: benchmark cases.
-      mesh: devices. On a single device the loss runs without a mesh.
-      output: folder of the JSON lines, which are appended, and of the plot, which is replaced.
 
     Returns:
       The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
@@ -154,18 +145,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 
 
 def measure(case: Case, implementation: str, repeats: int, gemm: Gemm, exact: Any) -> dict[str, Any]:
-    """Measure time, throughput, memory and error of one implementation.
-
-    Args:
-      case: batch of features.
-      implementation: name of the implementation.
-      repeats: timed runs of each program.
-      gemm: reference GEMM of the same process.
-      exact: float64 reference of the case; None: no comparison.
-
-    Returns:
-      Figures by name, see docs/benchmarks.md.
-    """
+    """Measure time, throughput, memory and error of one implementation."""
     return harness.collect(_FIGURES, _measure(case, implementation, repeats, gemm, exact))
 
 

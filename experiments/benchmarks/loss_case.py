@@ -98,13 +98,6 @@ class Case(NamedTuple):
         """Draw random unit features.
 
         The cosine between an image and its text is uniform in [0, 1].
-
-        Args:
-          b: global batch size.
-          dim: feature dimension D.
-          settings: benchmark cases.
-          mesh: devices.
-          ids: kind of ids, of `IDS`.
         """
 
         image, text = _features(0, b, dim, settings.dtype, mesh)
@@ -155,12 +148,7 @@ class Case(NamedTuple):
 
 
 def draw_ids(kind: str, b: int) -> np.ndarray | None:
-    """Draw shuffled int32 ids `[b]`; None without ids.
-
-    Args:
-      kind: one of `IDS`.
-      b: number of pairs.
-    """
+    """Draw shuffled int32 ids `[b]`; None without ids."""
     rng = np.random.default_rng(1)
     ids = rng.permutation(b).astype(np.int32)
     if kind == "none":

@@ -91,12 +91,7 @@ def integers(flag: str, texts: Sequence[str]) -> list[int]:
 
 
 def autocast(precision: str, device: Any) -> Callable[[], Any]:
-    """Return the context of a model's forward pass.
-
-    Args:
-      precision: one of `PRECISIONS`.
-      device: a `torch.device`.
-    """
+    """Return the context of a model's forward pass."""
     torch, _ = import_packages()
     if precision == "amp_bf16":
         return functools.partial(torch.autocast, device.type, dtype=torch.bfloat16)
@@ -107,9 +102,6 @@ class Training:
     """Training of an OpenCLIP model on one fixed batch.
 
     Each call is an optimizer step.
-
-    Args:
-      settings: benchmark case.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -218,9 +210,6 @@ def _elapsed(work: Work, calls: int) -> float:
 def measure(settings: Settings) -> dict[str, Any]:
     """Measure one batch size.
 
-    Args:
-      settings: benchmark case.
-
     Returns:
       The record. If memory runs out, its status is "out of memory" and its figures are None.
     """
@@ -262,15 +251,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def benchmark_from_flags(values: flags.FlagValues) -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Args:
-      values: flags of this command.
-
-    Raises:
-      ValueError: a flag is wrong or missing.
-      ImportError: PyTorch or OpenCLIP is not installed.
-    """
+    """Run the benchmark with the settings of the flags."""
     if not values.output:
         raise ValueError("expected --output, the folder for the results, got none")
     run(_cases(values), Path(values.output))
@@ -283,12 +264,7 @@ def _cases(values: flags.FlagValues) -> list[Settings]:
 
 
 def run(cases: Sequence[Settings], output: Path) -> None:
-    """Measure, print and record all cases.
-
-    Args:
-      cases: benchmark cases.
-      output: folder of the JSON lines, which are appended.
-    """
+    """Measure, print and record all cases."""
     import_packages()
     output.mkdir(parents=True, exist_ok=True)
     print(_line([heading for heading, *_ in _COLUMNS]), flush=True)

@@ -65,16 +65,7 @@ def open_data(pattern: str, batch: int, workers: int, image_size: int, *, train:
 
 
 def measure(loader: Any, workers: int, seconds: float) -> dict[str, float]:
-    """Measure the rate of a loader.
-
-    Args:
-      loader: iterable of (images, texts) batches.
-      workers: worker processes of the loader.
-      seconds: least duration of the measurement.
-
-    Returns:
-      Figures by name, as `experiments.benchmarks.data` records them.
-    """
+    """Measure the rate of a loader."""
     start = time.perf_counter()
     batches = iter(loader)
     next(batches)
@@ -91,15 +82,7 @@ def measure(loader: Any, workers: int, seconds: float) -> dict[str, float]:
 
 
 def benchmark_from_flags(values: flags.FlagValues) -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Args:
-      values: flags of this command.
-
-    Raises:
-      ValueError: a flag is wrong or missing.
-      ImportError: PyTorch, OpenCLIP or webdataset is not installed.
-    """
+    """Run the benchmark with the settings of the flags."""
     if not values.data:
         raise ValueError("expected --data, the tar files, got none")
     loader = open_data(values.data, values.batch, values.workers, values.image_size)

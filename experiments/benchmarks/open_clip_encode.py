@@ -23,11 +23,6 @@ from experiments.benchmarks.open_clip_data import open_data
 def encode(model: Any, batches: Iterable[tuple[Any, Any]], precision: str) -> dict[str, float]:
     """Encode the images of all batches.
 
-    Args:
-      model: an OpenCLIP model on its device.
-      batches: (images, texts) of each batch, on the host.
-      precision: one of `PRECISIONS`.
-
     Returns:
       Figures by name: `images`; `seconds` from the start of the reading to the last feature; `first_batch_s`, until the
       features of the first batch; `images_per_second` after that batch.
@@ -58,15 +53,7 @@ def encode(model: Any, batches: Iterable[tuple[Any, Any]], precision: str) -> di
 
 
 def benchmark_from_flags(values: flags.FlagValues) -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Args:
-      values: flags of this command.
-
-    Raises:
-      ValueError: a flag is wrong or missing.
-      ImportError: PyTorch, OpenCLIP or webdataset is not installed.
-    """
+    """Run the benchmark with the settings of the flags."""
     if not values.data:
         raise ValueError("expected --data, the tar files, got none")
     torch, open_clip = import_packages()

@@ -26,15 +26,7 @@ class LossCall:
     """Forward and backward pass of a loss; each call is one."""
 
     def __init__(self, name: str, batch: int, features: int, scale: float, bias: float) -> None:
-        """Draw the features.
-
-        Args:
-          name: a key of `LOSSES`.
-          batch: pairs b.
-          features: feature dimension D.
-          scale: logit scale, of the teacher too.
-          bias: logit bias, of the sigmoid loss only.
-        """
+        """Draw the features."""
         self._torch, _ = import_packages()
         torch = self._torch
         torch.manual_seed(0)
@@ -94,12 +86,7 @@ def measure(name: str, batch: int, features: int, scale: float, bias: float, rep
 
 
 def benchmark_from_flags(values: flags.FlagValues) -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Raises:
-      ValueError: a flag is wrong.
-      ImportError: PyTorch or OpenCLIP is not installed.
-    """
+    """Run the benchmark with the settings of the flags."""
     sizes = integers("batch", values.batch), integers("features", values.features)
     for batch, features in itertools.product(*sizes):
         record = measure(values.loss, batch, features, values.scale, values.bias, values.repeats)

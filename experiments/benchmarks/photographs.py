@@ -35,11 +35,6 @@ Sample = tuple[bytes, str]
 def samples(count: int, size: tuple[int, int] = SIZE, distinct: int = _DISTINCT) -> list[Sample]:
     """Draw JPEG files and captions.
 
-    Args:
-      count: number of samples.
-      size: width and height of the images, in pixels.
-      distinct: largest number of distinct images, which repeat in a larger dataset.
-
     Returns:
       (JPEG file, caption) pairs.
     """
@@ -79,12 +74,6 @@ def encode(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
 
 def write(kind: str, folder: Path, pairs: Sequence[Sample], shards: int) -> str:
     """Write a dataset, in place of the folder's.
-
-    Args:
-      kind: one of `KINDS`.
-      folder: folder of the files.
-      pairs: samples.
-      shards: number of tar or parquet files.
 
     Returns:
       The dataset, for `infcl_jax.data.load_source` with `folder` as the data directory.

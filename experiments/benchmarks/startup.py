@@ -60,13 +60,7 @@ def _totals(spans: Sequence[_Span]) -> dict[str, float]:
 
 
 def start(settings: str, workdir: str, started: str) -> None:
-    """Train two steps and print the seconds of each phase until the first step has ended.
-
-    Args:
-      settings: changed settings of the run, as JSON.
-      workdir: directory of the run.
-      started: time of the command, as `time.time()`.
-    """
+    """Train two steps and print the seconds of each phase until the first step has ended."""
     import jax
 
     import infcl_jax

@@ -93,11 +93,7 @@ _FILE_COLUMNS = (
 
 
 def benchmark_from_flags() -> None:
-    """Run the benchmark with the settings of the flags.
-
-    Raises:
-      ValueError: a flag is wrong or missing, or does not fit the devices.
-    """
+    """Run the benchmark with the settings of the flags."""
     settings = Settings(
         model=_MODEL.value,
         batch=harness.batch_sizes(),
@@ -127,11 +123,6 @@ def benchmark_from_flags() -> None:
 
 def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, Any]]:
     """Measure, print, record and plot all batch sizes.
-
-    Args:
-      settings: benchmark cases.
-      mesh: devices.
-      output: folder of the JSON lines, which are appended, and of the plot, which is replaced.
 
     Returns:
       The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
@@ -167,13 +158,7 @@ def _title(settings: Settings) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Plot images per second and memory over the batch size.
-
-    Args:
-      records: records of all batch sizes.
-      title: title of the plot.
-      path: image file to write.
-    """
+    """Plot images per second and memory over the batch size."""
     figure = Figure(figsize=(12, 4.5), dpi=100, layout="constrained")
     figure.suptitle(title)
     panels = {

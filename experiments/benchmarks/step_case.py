@@ -158,11 +158,6 @@ class Case:
     def create(cls, settings: Settings, mesh: Mesh, b: int) -> Self:
         """Create a case with its loss.
 
-        Args:
-          settings: benchmark settings.
-          mesh: devices.
-          b: global batch size, a multiple of the device count.
-
         Raises:
           ValueError: the loss or the implementation is unknown, or the loss does not support residency "replay". Also
             raised for a wrong dataset of files, or one smaller than a batch.
@@ -185,9 +180,6 @@ class Case:
 
     def figures(self, gemm: Gemm) -> Iterator[dict[str, float]]:
         """Yield figures one at a time, to record those before an out-of-memory error.
-
-        Args:
-          gemm: reference GEMM of the same process.
 
         Yields:
           Values by name, a subset of `FIGURES`. Each name occurs at most once.
@@ -266,9 +258,6 @@ class Case:
 
         Each phase is compiled separately, on the shapes of the step.
 
-        Args:
-          train: training whose state and batch are used. Its state is replaced.
-
         Yields:
           Milliseconds by name: encoding, loss, backward pass and optimizer update.
         """
@@ -340,11 +329,6 @@ class Case:
         """Measure the exposed host-to-device transfer of a step, in seconds.
 
         It is the time of a step with the batch in host memory minus that of a step with the batch in device memory.
-
-        Args:
-          train: training of the case. Its state is donated.
-          pairs: batch of this process on the host.
-          seconds: time of the step of the case.
         """
         cache, repeats = self.settings.cache, self.settings.repeats
         if cache.residency == "device":
@@ -357,10 +341,6 @@ class Case:
 
 def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:
     """Draw random images and texts of this process.
-
-    Args:
-      config: model configuration.
-      rows: rows of this process.
 
     Returns:
       "image": uint8 `[rows, size, size, 3]`, and "text": int32 token ids `[rows, context_length]`.
@@ -383,12 +363,6 @@ class RandomReader:
     """Reader of random pairs, drawn from a small pool of images.
 
     Every chunk is a contiguous slice of the pool, so a batch of any size fits into host memory.
-
-    Args:
-      config: model configuration.
-      rows: rows of this process.
-      mesh: all devices.
-      chunk_size: rows encoded at once, over all devices.
     """
 
     def __init__(self, config: CLIPConfig, rows: int, mesh: Mesh, chunk_size: int) -> None:
@@ -400,9 +374,6 @@ class RandomReader:
         """Read the rows of some slices.
 
         The same slices give the same rows. Images repeat across chunks, texts do not.
-
-        Args:
-          spans: row slices of this process.
 
         Returns:
           Images and token ids, as from `draw_pairs`.

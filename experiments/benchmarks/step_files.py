@@ -69,19 +69,7 @@ def open_data(config: RunConfig, mesh: Mesh) -> TrainIterator:
 def file_figures(
     config: RunConfig, mesh: Mesh, step: TrainStep, state: TrainState, step_seconds: float, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Measure the step on batches of files.
-
-    Args:
-      config: settings of a run, which name the dataset.
-      mesh: devices.
-      step: train step.
-      state: train state, which is donated.
-      step_seconds: time of the step on a synthetic batch.
-      repeats: timed runs; the median is reported.
-
-    Yields:
-      Values by name, those of `FIGURES`.
-    """
+    """Measure the step on batches of files."""
     with contextlib.closing(open_data(config, mesh)) as data, DataWait() as wait, rare_garbage_collection():
         train = _FileTraining(config, mesh, data, wait, step, state)
         # Batches that were read while the step compiled, and those for which the GPU's decoder allocates memory.

@@ -98,9 +98,6 @@ def measure_gemm(repeats: int) -> Gemm:
     """Measure the reference GEMM on one device of this process.
 
     The size is 8192^3, or 1024^3 on the CPU, with random factors.
-
-    Args:
-      repeats: timed runs.
     """
     return Gemm(*_square_gemm(jnp.matmul, jnp.bfloat16, repeats))
 

@@ -16,10 +16,6 @@ _ATTRIBUTES = ("height", "age", "origin", "trade")
 def write_corpus(folder: Path, seed: int = 0) -> dict[str, str]:
     """Write `train.json`, `corpus.tsv` and `questions.csv`.
 
-    Args:
-      folder: folder to write.
-      seed: seed of names and answers.
-
     Returns:
       Settings of a run on the corpus, by name.
     """

@@ -39,14 +39,7 @@ _PEAKS: dict[tuple[int, str], dict[int, float | str]] = {
 
 
 def planned_step(model: str, devices: int, batch: int, residency: str = "device") -> dict[str, Any]:
-    """Return the settings of a step with gradient caching, for the planner.
-
-    Args:
-      model: name of the model.
-      devices: number of GPUs.
-      batch: batch size.
-      residency: where the batch is stored; "host" is data offload.
-    """
+    """Return the settings of a step with gradient caching, for the planner."""
     return {
         "model": model,
         "model_overrides": "dtype=bfloat16",

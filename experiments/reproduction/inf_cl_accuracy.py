@@ -132,11 +132,6 @@ def _paper_entries(
     """Return the paper's figures by row and batch size.
 
     They have runs at the scale "paper" alone.
-
-    Args:
-      scale: one of `SCALES`.
-      figures: figures by row and batch size in thousands.
-      run: function from a row and a batch size in thousands to the run.
     """
     label, measures = ("", True) if scale == "paper" else ("paper: ", False)
     return [

@@ -164,13 +164,7 @@ def _state_and_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, TrainSte
 
 
 def retrieval_config(model: str, batch: int, cache: Mapping[str, Any] | None) -> RunConfig:
-    """Return the settings of a text retriever's step.
-
-    Args:
-      model: see `retrieval_step_time`.
-      batch: see `retrieval_step_time`.
-      cache: see `retrieval_step_time`.
-    """
+    """Return the settings of a text retriever's step."""
     options = {f"grad_cache.{name}": value for name, value in (cache or {}).items()}
     sizes: dict[str, Any] = {"batch_size": batch, "text_retrieval.query_length": 16}
     context = {"model_overrides": "text.context_length=128", "precision": "fp32", "total_steps": 1000}

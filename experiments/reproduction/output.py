@@ -25,12 +25,6 @@ Records = Mapping[str, Mapping[str, Any]]
 def write_output(target: Target, scale: str, records: Records, folder: str | Path) -> Path:
     """Write the table, the picture and the results of a target.
 
-    Args:
-      target: the target.
-      scale: one of `SCALES`.
-      records: records of cells by key, from `measure_cells`.
-      folder: folder of the files.
-
     Returns:
       The file of the table.
     """

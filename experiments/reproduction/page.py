@@ -66,14 +66,6 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
 
     A target without finished cells keeps its section of the page, which another machine may have measured.
 
-    Args:
-      targets: targets of the page, in order.
-      folder: folder of the results of all scales.
-      docs: folder of the documentation.
-
-    Returns:
-      The page.
-
     Raises:
       ValueError: no cell has been measured, here or on the page.
     """

@@ -70,12 +70,6 @@ def gpus_of(scale: str) -> int:
 def plan_target(target: Target, scale: str, device: str, devices: int) -> list[CellPlan]:
     """Plan the cells of a target.
 
-    Args:
-      target: the target.
-      scale: one of `SCALES`.
-      device: GPU of `infcl_jax.planner.DEVICES`.
-      devices: number of GPUs of a full training run; other cells state their own.
-
     Raises:
       ValueError: a setting of a cell does not fit the GPUs.
     """
@@ -84,12 +78,6 @@ def plan_target(target: Target, scale: str, device: str, devices: int) -> list[C
 
 def describe_target(target: Target, scale: str, device: str, devices: int) -> str:
     """Format the plan of a target: a row for each cell.
-
-    Args:
-      target: see `plan_target`.
-      scale: see `plan_target`.
-      device: see `plan_target`.
-      devices: see `plan_target`.
 
     Raises:
       ValueError: see `plan_target`.
@@ -116,12 +104,7 @@ def describe_target(target: Target, scale: str, device: str, devices: int) -> st
 
 
 def plan_table(targets: Iterable[Target], scale: str) -> str:
-    """Format the plans of targets as a table in Markdown.
-
-    Args:
-      targets: the targets, in order.
-      scale: one of `PLANNED_SCALES`.
-    """
+    """Format the plans of targets as a table in Markdown."""
     heading = ["target", "cells", "training runs", "steps", "GPUs", "GiB per GPU", "do not fit", "time of the steps"]
     lines = [f"| {' | '.join(heading)} |", f"|{' --- |' * len(heading)}"]
     for target in targets:

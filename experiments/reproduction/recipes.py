@@ -66,14 +66,7 @@ def digits(
 
 
 def shapes(batch: int, *, seed: int = 0, samples_seen: int = 256_000, **changes: Any) -> Cell:
-    """Return a run on the built-in shapes with the model of the quickstart.
-
-    Args:
-      batch: batch size.
-      seed: training seed.
-      samples_seen: samples of all steps.
-      **changes: further settings, with "__" for the dot.
-    """
+    """Return a run on the built-in shapes with the model of the quickstart."""
     renamed = _renamed(changes)
     steps = samples_seen // batch
     own = {"batch_size": batch, "seed": seed, "total_steps": steps, "eval_every": 0, "cpu_devices": 1}

@@ -66,11 +66,7 @@ Results = dict[str, list[dict[str, float]]]  # of each seed, by the name of the 
 
 
 def answer(config: RunConfig, questions: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[str, Results]:
-    """Train the runs of each question, plot their results and record them.
-
-    Raises:
-      ValueError: a setting is wrong.
-    """
+    """Train the runs of each question, plot their results and record them."""
     asked = {
         "positives": _positives,
         "distillation": _distillation,
@@ -150,11 +146,7 @@ def write_jpeg(source: Source, folder: Path) -> str:
 
 
 def trained(config: RunConfig, changes: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    """Train a run, or continue it; return its last evaluation.
-
-    Raises:
-      ValueError: a setting is wrong.
-    """
+    """Train a run, or continue it; return its last evaluation."""
     path = folder / RUN_FILE
     if not path.is_file():
         say(f"training {folder}")

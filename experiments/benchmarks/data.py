@@ -77,11 +77,7 @@ class Readers:
 
     @classmethod
     def parse(cls, text: str) -> "Readers":
-        """Parse "auto", "threads:N" or "workers:N".
-
-        Raises:
-          ValueError: the text has another form.
-        """
+        """Parse "auto", "threads:N" or "workers:N"."""
         kind, _, count = text.partition(":")
         if text == "auto":
             return cls("auto")

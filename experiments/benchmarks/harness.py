@@ -42,22 +42,14 @@ PASSES: Columns = (
 
 
 def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
-    """Parse the values of a flag that lists positive integers.
-
-    Raises:
-      ValueError: the list is empty, or a value is not a positive integer.
-    """
+    """Parse the values of a flag that lists positive integers."""
     if not texts or not all(text.isdecimal() and int(text) for text in texts):
         raise ValueError(f"expected --{name} to be positive integers such as 4096,16384, got {','.join(texts)!r}")
     return tuple(map(int, texts))
 
 
 def names(flag: str, texts: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Check the values of a flag that lists names.
-
-    Raises:
-      ValueError: the list is empty, or a name is unknown.
-    """
+    """Check the values of a flag that lists names."""
     unknown = [text for text in texts if text not in known]
     if unknown or not texts:
         raise ValueError(f"expected --{flag} among {', '.join(known)}, got {', '.join(unknown)!r}")
@@ -65,31 +57,19 @@ def names(flag: str, texts: Sequence[str], known: Collection[str]) -> tuple[str,
 
 
 def batch_sizes() -> tuple[int, ...]:
-    """Parse the values of `--batch`.
-
-    Raises:
-      ValueError: the list is empty, or a value is not a positive integer.
-    """
+    """Parse the values of `--batch`."""
     return integers("batch", BATCH.value)
 
 
 def output_folder() -> Path:
-    """Return the folder of `--output`.
-
-    Raises:
-      ValueError: `--output` is missing.
-    """
+    """Return the folder of `--output`."""
     if not OUTPUT.value:
         raise ValueError("expected --output, the folder for the results, got none")
     return Path(OUTPUT.value)
 
 
 def check_even(name: str, sizes: Iterable[int], mesh: Mesh) -> None:
-    """Check that a flag's sizes are multiples of the device count.
-
-    Raises:
-      ValueError: a size is not.
-    """
+    """Check that a flag's sizes are multiples of the device count."""
     if uneven := [size for size in sizes if size % mesh.size]:
         raise ValueError(f"expected --{name} to be multiples of the {mesh.size} devices, got {uneven[0]}")
 
@@ -100,9 +80,6 @@ def start_devices(count: int | None, *, gpu_decode: bool = False) -> Mesh:
     Args:
       count: number of devices; None: all.
       gpu_decode: whether the GPUs may decode images.
-
-    Raises:
-      ValueError: there are fewer devices, or several processes would not use all of them.
     """
     distributed.initialize(gpu_decode=gpu_decode)
     devices = jax.devices()

@@ -46,9 +46,6 @@ class Settings:
         encoded again with gradients, and its loss uses the features of all.
       compiled: whether to use `torch.compile`.
       repeats: timed runs; the median is reported.
-
-    Raises:
-      ValueError: the microbatches would differ in size.
     """
 
     model: str
@@ -69,9 +66,6 @@ def import_packages() -> tuple[Any, Any]:
 
     Returns:
       The modules `torch` and `open_clip`.
-
-    Raises:
-      ImportError: a package is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module("torch"), importlib.import_module("open_clip")
@@ -80,11 +74,7 @@ def import_packages() -> tuple[Any, Any]:
 
 
 def integers(flag: str, texts: Sequence[str]) -> list[int]:
-    """Parse the values of a flag that lists positive integers, as `harness.integers` does where JAX is installed.
-
-    Raises:
-      ValueError: the list is empty, or a value is not a positive integer.
-    """
+    """Parse the values of a flag that lists positive integers, as `harness.integers` does where JAX is installed."""
     if not texts or not all(text.isdecimal() and int(text) for text in texts):
         raise ValueError(f"expected --{flag} to be positive integers such as 1024,4096, got {','.join(texts)!r}")
     return [int(text) for text in texts]
@@ -276,12 +266,7 @@ def run(cases: Sequence[Settings], output: Path) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def _define_flags() -> flags.FlagValues:
-    """Define the flags of this command.
-
-    Not at import, since other commands define flags of the same names.
-    """
-    values = flags.FLAGS
+if __name__ == "__main__":  # not at import: other commands define flags of the same names
     flags.DEFINE_enum("model", MODELS[0], MODELS, "Model name of OpenCLIP.")
     flags.DEFINE_list("batch", "1024,4096", "Pairs of one optimizer step.")
     flags.DEFINE_enum("precision", PRECISIONS[0], PRECISIONS, "Precision, as OpenCLIP's flag.")
@@ -292,8 +277,4 @@ def _define_flags() -> flags.FlagValues:
     flags.DEFINE_bool("compile", True, "Use torch.compile.")
     flags.DEFINE_integer("repeats", 5, "Timed runs; the median is reported.", lower_bound=1)
     flags.DEFINE_string("output", None, "Folder of the JSON lines.")
-    return values
-
-
-if __name__ == "__main__":
-    command_line.run(functools.partial(benchmark_from_flags, _define_flags()))
+    command_line.run(functools.partial(benchmark_from_flags, flags.FLAGS))

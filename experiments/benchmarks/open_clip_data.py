@@ -32,10 +32,6 @@ def open_data(pattern: str, batch: int, workers: int, image_size: int, *, train:
       image_size: side of the images, in pixels.
       train: whether to read for training, without end and with the training transform, or every sample once for an
         evaluation.
-
-    Raises:
-      ImportError: a package is not installed; the message says how to install it.
-      ValueError: there are fewer tar files than workers.
     """
     try:
         open_clip = importlib.import_module("open_clip")
@@ -89,18 +85,10 @@ def benchmark_from_flags(values: flags.FlagValues) -> None:
     print(json.dumps(measure(loader, values.workers, values.seconds)))
 
 
-def _define_flags() -> flags.FlagValues:
-    """Define the flags of this command.
-
-    Not at import, since other commands define flags of the same names.
-    """
+if __name__ == "__main__":  # not at import: other commands define flags of the same names
     flags.DEFINE_string("data", None, "Tar files, such as shards-{00000..00041}.tar.")
     flags.DEFINE_integer("batch", 1024, "Rows of a batch.", lower_bound=1)
     flags.DEFINE_integer("workers", 1, "Worker processes.", lower_bound=1)
     flags.DEFINE_integer("image_size", 224, "Side of the images, in pixels.", lower_bound=1)
     flags.DEFINE_float("seconds", 10.0, "Least duration of the measurement.", lower_bound=0.0)
-    return flags.FLAGS
-
-
-if __name__ == "__main__":
-    command_line.run(functools.partial(benchmark_from_flags, _define_flags()))
+    command_line.run(functools.partial(benchmark_from_flags, flags.FLAGS))

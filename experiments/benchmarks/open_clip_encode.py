@@ -26,9 +26,6 @@ def encode(model: Any, batches: Iterable[tuple[Any, Any]], precision: str) -> di
     Returns:
       Figures by name: `images`; `seconds` from the start of the reading to the last feature; `first_batch_s`, until the
       features of the first batch; `images_per_second` after that batch.
-
-    Raises:
-      ValueError: there are fewer than two batches.
     """
     torch, open_clip = import_packages()
     device = next(model.parameters()).device
@@ -65,18 +62,10 @@ def benchmark_from_flags(values: flags.FlagValues) -> None:
     print(json.dumps(encode(model, loader, values.precision)))
 
 
-def _define_flags() -> flags.FlagValues:
-    """Define the flags of this command.
-
-    Not at import, since other commands define flags of the same names.
-    """
+if __name__ == "__main__":  # not at import: other commands define flags of the same names
     flags.DEFINE_string("data", None, "Tar files, such as shards-{00000..00041}.tar.")
     flags.DEFINE_enum("model", MODELS[0], MODELS, "Model name of OpenCLIP.")
     flags.DEFINE_enum("precision", PRECISIONS[0], PRECISIONS, "Precision, as OpenCLIP's flag.")
     flags.DEFINE_integer("batch", 256, "Images encoded at once.", lower_bound=1)
     flags.DEFINE_integer("workers", 1, "Worker processes.", lower_bound=1)
-    return flags.FLAGS
-
-
-if __name__ == "__main__":
-    command_line.run(functools.partial(benchmark_from_flags, _define_flags()))
+    command_line.run(functools.partial(benchmark_from_flags, flags.FLAGS))

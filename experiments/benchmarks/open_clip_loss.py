@@ -93,19 +93,11 @@ def benchmark_from_flags(values: flags.FlagValues) -> None:
         print(json.dumps(record), flush=True)
 
 
-def _define_flags() -> flags.FlagValues:
-    """Define the flags of this command.
-
-    Not at import, since other commands define flags of the same names.
-    """
+if __name__ == "__main__":  # not at import: other commands define flags of the same names
     flags.DEFINE_enum("loss", "clip", list(LOSSES), "Loss.")
     flags.DEFINE_list("batch", "8192,16384", "Pairs of the loss.")
     flags.DEFINE_list("features", "512", "Feature dimensions.")
     flags.DEFINE_float("scale", 100.0, "Logit scale.")
     flags.DEFINE_float("bias", -10.0, "Logit bias of the sigmoid loss.")
     flags.DEFINE_integer("repeats", 5, "Timed runs; the median is reported.", lower_bound=1)
-    return flags.FLAGS
-
-
-if __name__ == "__main__":
-    command_line.run(functools.partial(benchmark_from_flags, _define_flags()))
+    command_line.run(functools.partial(benchmark_from_flags, flags.FLAGS))

@@ -127,9 +127,6 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     Returns:
       The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
       None for its missing figures.
-
-    Raises:
-      ValueError: the model, an override, the loss or the implementation is unknown.
     """
     flops = step_flops(settings.model_config)
     cases = [Case.create(settings, mesh, b) for b in settings.batch]  # validates all settings before anything is timed

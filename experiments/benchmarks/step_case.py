@@ -94,23 +94,13 @@ class Settings:
 
     @functools.cached_property
     def model_config(self) -> CLIPConfig:
-        """Model configuration with its overrides.
-
-        Raises:
-          ValueError: the model or an override is unknown or wrong.
-        """
+        """Model configuration with its overrides."""
         return model_config(self.model, **model_changes(self.precision, self.model_overrides))
 
 
 @dataclasses.dataclass
 class _Training:
-    """Train state and step function; each call is one step.
-
-    Attributes:
-      step: train step.
-      state: train state, replaced by every call.
-      batch: batch of every step.
-    """
+    """Train state and step function; each call is one step."""
 
     step: TrainStep
     state: TrainState
@@ -140,14 +130,7 @@ class _StreamingTraining(_Training):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Benchmark case of one batch size.
-
-    Attributes:
-      settings: benchmark settings.
-      mesh: devices.
-      b: global batch size.
-      loss_fn: training loss.
-    """
+    """Benchmark case of one batch size."""
 
     settings: Settings
     mesh: Mesh
@@ -156,13 +139,7 @@ class Case:
 
     @classmethod
     def create(cls, settings: Settings, mesh: Mesh, b: int) -> Self:
-        """Create a case with its loss.
-
-        Raises:
-          ValueError: the loss or the implementation is unknown, or the loss does not support residency "replay". Also
-            raised for a wrong dataset of files, or one smaller than a batch.
-          FileNotFoundError: a file of the dataset does not exist.
-        """
+        """Create a case with its loss."""
         steps_per_epoch = max(1, _SAMPLES // b)
         targets = Targets("pair" if settings.ids == "none" else "caption")
         loss_fn = make_loss(

@@ -26,18 +26,7 @@ _SECONDS = 5.0
 
 @dataclasses.dataclass
 class _FileTraining:
-    """Training on batches of files, as in `experiments.train`; each call is one step.
-
-    Attributes:
-      config: settings of a run.
-      mesh: devices.
-      data: training batches.
-      wait: time that the devices wait for data.
-      step: train step.
-      state: train state, replaced by every call.
-      metrics: metrics of the last step.
-      steps: number of steps so far.
-    """
+    """Training on batches of files, as in `experiments.train`; each call is one step."""
 
     config: RunConfig
     mesh: Mesh
@@ -58,11 +47,7 @@ class _FileTraining:
 
 
 def open_data(config: RunConfig, mesh: Mesh) -> TrainIterator:
-    """Open the batches of a run on these devices.
-
-    Raises:
-      ValueError, FileNotFoundError: the dataset is wrong or smaller than a batch.
-    """
+    """Open the batches of a run on these devices."""
     return run.training_data(config, run.training_source(config), mesh=mesh)
 
 

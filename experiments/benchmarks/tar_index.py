@@ -117,11 +117,7 @@ def _resume(dataset: str) -> None:
 
 
 def main() -> None:
-    """Write the shards, build their index, and resume from it.
-
-    Raises:
-      ValueError: no folder is given.
-    """
+    """Write the shards, build their index, and resume from it."""
     if not _FOLDER.value:
         raise ValueError("expected --folder, the folder of the tar files, got none")
     folder = Path(_FOLDER.value) / "synthetic_tars"  # its tar files are replaced, others are left alone

@@ -80,12 +80,7 @@ class Program:
 
 
 class Gemm(NamedTuple):
-    """Reference GEMM: a square bf16 matrix product, to which rates are compared.
-
-    Attributes:
-      size: rows and columns of both factors.
-      tflops: measured throughput on one device, in TFLOP/s.
-    """
+    """Reference GEMM: a square bf16 matrix product, to which rates are compared."""
 
     size: int
     tflops: float

@@ -1,5 +1,6 @@
 """Targets of DisCo-CLIP: equivalence, memory, time and the effect of batch and data."""
 
+import functools
 from typing import Any
 
 from experiments.reproduction.recipes import ALL_SETS, DIGITS, IMAGENET, TINY_TOWERS, digits, paper_run, shapes
@@ -177,11 +178,11 @@ def table_7(scale: str) -> list[Entry]:
     return entries
 
 
-_ACCURACY = "zero-shot top-1, %"
+_target = functools.partial(Target, paper=DISCO_CLIP)
+_accuracy_target = functools.partial(_target, unit="zero-shot top-1, %", style=".2f")
 TARGETS = (
-    Target(
+    _target(
         name="disco-clip-table-2",
-        paper=DISCO_CLIP,
         title="Table 2: equivalence with CLIP",
         shows="Memory: the planner's, ViT-B/32 with checkpointing at 32,768 on 64 A100s of 40 GB. Accuracy and time "
         "of a step, tiny: digits on 8 simulated devices.",
@@ -190,9 +191,8 @@ TARGETS = (
         devices=8,
         costs=("1 min", "5 min"),
     ),
-    Target(
+    _target(
         name="disco-clip-table-3",
-        paper=DISCO_CLIP,
         title="Table 3: memory by GPUs and batch size",
         shows="The planner's peak for ViT-B/32 with checkpointing, on A100 GPUs of 40 GB. Small: also the memory of "
         "the step on one GPU.",
@@ -201,9 +201,8 @@ TARGETS = (
         style=".1f",
         costs=("30 s", "3 min"),
     ),
-    Target(
+    _target(
         name="disco-clip-table-4",
-        paper=DISCO_CLIP,
         title="Table 4: time of the loss and the step",
         shows="Tiny: loss at 2,048 pairs with D = 64 and steps of tiny towers at 1,024 pairs, on 8 simulated devices. "
         "Small: 16,384 pairs with D = 512 and ViT-B/32 at 4,096 on one GPU, where nothing is gathered. The paper's "
@@ -214,40 +213,31 @@ TARGETS = (
         devices=8,
         costs=("1 min", "3 min"),
     ),
-    Target(
+    _accuracy_target(
         name="disco-clip-table-5",
-        paper=DISCO_CLIP,
         title="Table 5: accuracy by batch size",
         shows="Tiny: a quarter of the digits, 16 epochs, batch sizes 1/512 of the paper's. Small: 16,384 built-in "
         "shapes, 1/64. The same learning rate for all batch sizes at both scales.",
         entries=table_5,
-        unit=_ACCURACY,
-        style=".2f",
         axis="batch size",
         costs=("1 min", "10 min"),
     ),
-    Target(
+    _accuracy_target(
         name="disco-clip-table-6",
-        paper=DISCO_CLIP,
         title="Table 6: accuracy by batch size and data",
         shows="Tiny: a quarter of the digits for LAION-100M, all of them for LAION-400M. Small: 16,384 and all "
         "built-in shapes.",
         entries=table_6,
-        unit=_ACCURACY,
-        style=".2f",
         axis="batch size",
         costs=("2 min", "15 min"),
     ),
-    Target(
+    _accuracy_target(
         name="disco-clip-table-7",
-        paper=DISCO_CLIP,
         title="Table 7: zero-shot accuracy of long runs",
         shows="Tiny and small measure one set, the digits or shapes, in the column ImageNet. Paper: every row and "
         "column, OpenCLIP's with `configs/openclip.py`. The paper's text says that DisCo-CLIP at 65,536 is 1.4 points "
         "above OpenCLIP, hence 62.9.",
         entries=table_7,
-        unit=_ACCURACY,
-        style=".2f",
         costs=("1 min", "10 min"),
     ),
 )

@@ -1,5 +1,6 @@
 """Targets of FastCLIP over the nodes: accuracy, time and throughput, and the final gamma."""
 
+import functools
 from typing import Any
 
 from configs import fastclip as recipe
@@ -131,23 +132,21 @@ def figure_5(scale: str) -> list[Entry]:
     return entries
 
 
+_target = functools.partial(Target, paper=FASTCLIP)
+_accuracy = functools.partial(_target, unit=ACCURACY, style=".2f")
 TARGETS = (
-    Target(
+    _accuracy(
         name="fastclip-figure-2",
-        paper=FASTCLIP,
         title="Figure 2: accuracy over the nodes",
         shows="Tiny: digits, batch 8 per node, learning rate linear in the nodes. Small: shapes, 32 per node. Paper: "
         "512 or 1,024 pairs per node, as many epochs on all of them. The mean of retrieval includes WinoGAViL, which "
         "cannot be evaluated here; the row Flickr30k and COCO has the other two sets.",
         entries=figure_2,
-        unit=ACCURACY,
-        style=".2f",
         axis="nodes",
         costs=("3 min", "30 min"),
     ),
-    Target(
+    _target(
         name="fastclip-figure-3",
-        paper=FASTCLIP,
         title="Figure 3: time of a step over the nodes",
         shows="Milliseconds. Tiny: tiny towers, 64 pairs on each simulated device, which share the cores. Small: "
         "ResNet-50, 128 pairs on one GPU. Paper: medium.",
@@ -159,9 +158,8 @@ TARGETS = (
         devices=8,
         costs=("2 min", "3 min"),
     ),
-    Target(
+    _target(
         name="fastclip-figure-4",
-        paper=FASTCLIP,
         title="Figure 4: throughput over the nodes",
         shows="Pairs per second, from the cells of Figure 3. The paper's curves are these over their first value: the "
         "speedup over one node.",
@@ -173,14 +171,11 @@ TARGETS = (
         devices=8,
         costs=("2 min", "3 min"),
     ),
-    Target(
+    _accuracy(
         name="fastclip-figure-5",
-        paper=FASTCLIP,
         title="Figure 5: final gamma and batch size",
         shows="The paper has curves only. Tiny: digits, batch 16 and 64. Small: shapes, batch 64 and 256.",
         entries=figure_5,
-        unit=ACCURACY,
-        style=".2f",
         axis="nodes",
         costs=("1 min", "10 min"),
     ),

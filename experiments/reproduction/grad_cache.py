@@ -1,5 +1,6 @@
 """Targets of GradCache: scaling, small batches, accuracy; and the parity of gradient caching."""
 
+import functools
 from typing import Any
 
 from experiments.reproduction.recipes import TINY_TOWERS, digits
@@ -103,10 +104,10 @@ def parity(scale: str) -> list[Entry]:
     return [Entry(name, f"loss, {steps} steps", (one,), "loss") for name, one in runs.items()]
 
 
+_target = functools.partial(Target, paper=GRAD_CACHE)
 TARGETS = (
-    Target(
+    _target(
         name="grad-cache-figure-3",
-        paper=GRAD_CACHE,
         title="Figure 3: large batches with the cache, or small ones in sequence",
         shows="Milliseconds of steps of a text retriever with queries of 16 tokens and passages of 128, one hard "
         "negative each. Tiny: `bert-tiny`, 8 queries per device fit. Small: BERT-base, 64. The paper's times are only "
@@ -119,9 +120,8 @@ TARGETS = (
         devices=4,
         costs=("3 min", "5 min"),
     ),
-    Target(
+    _target(
         name="grad-cache-figure-4",
-        paper=GRAD_CACHE,
         title="Figure 4: overhead of the cache at small batches",
         shows="As Figure 3, where the batch fits without the cache. In the paper the cache adds about 20 % on one GPU "
         "and 30 % on several.",
@@ -132,9 +132,8 @@ TARGETS = (
         devices=4,
         costs=("2 min", "5 min"),
     ),
-    Target(
+    _target(
         name="grad-cache-table-1",
-        paper=GRAD_CACHE,
         title="Table 1: accuracy of dense retrieval",
         shows="Accuracy over a corpus. Tiny and small: 256 questions and 1,024 passages, generated in DPR's layout, "
         "whose answers the model has seen. Paper: Natural Questions, 21 million passages.",
@@ -143,9 +142,8 @@ TARGETS = (
         style=".2f",
         costs=("2 min", "5 min"),
     ),
-    Target(
+    _target(
         name="grad-cache-parity",
-        paper=GRAD_CACHE,
         title="Section 3: gradient caching and every implementation train alike",
         shows="Mean of the last 20 losses on digits, batch 64; the picture has the losses of all steps and their "
         "relative differences from the first row. No table of the paper: it proves the equality.",

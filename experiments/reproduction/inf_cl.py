@@ -1,5 +1,6 @@
 """Targets of Inf-CL: memory, largest batches and speed. `inf_cl_accuracy` has the others."""
 
+import functools
 from typing import Any
 
 from experiments.reproduction.recipes import TINY_TOWERS
@@ -181,10 +182,10 @@ def table_s1(scale: str) -> list[Entry]:
     return entries
 
 
+_target = functools.partial(Target, paper=INF_CL)
 TARGETS = (
-    Target(
+    _target(
         name="inf-cl-table-1",
-        paper=INF_CL,
         title="Table 1: memory of the loss and of the step",
         shows="Tiny: XLA's plan of the loss in float32, D = 768, at the paper's batch sizes and numbers of devices, "
         "compiled for simulated CPU devices and not executed (XLA keeps more on the CPU than on a GPU); the peak of "
@@ -196,9 +197,8 @@ TARGETS = (
         devices=32,
         costs=("2 min", "5 min"),
     ),
-    Target(
+    _target(
         name="inf-cl-table-2",
-        paper=INF_CL,
         title="Table 2: largest batch",
         shows="At every scale the planner's largest batch for A100 GPUs of 80 GB, chunks of 128 pairs per GPU, AdamW. "
         "With data offload, host memory is not counted. Small: also ViT-B/32 in chunks of 512 on one GPU, found "
@@ -209,9 +209,8 @@ TARGETS = (
         log=True,
         costs=("1 min", "5 min"),
     ),
-    Target(
+    _target(
         name="inf-cl-table-s1",
-        paper=INF_CL,
         title="Table S1: step time of ViT-B/32",
         shows="Tiny: tiny towers; simulated devices share the cores, so more of them are not faster. Small: ViT-B/32 "
         "on one GPU at 1/8 of the paper's batch. Milliseconds.",
@@ -223,9 +222,8 @@ TARGETS = (
         devices=8,
         costs=("3 min", "5 min"),
     ),
-    Target(
+    _target(
         name="inf-cl-figure-4",
-        paper=INF_CL,
         title="Figure 4: step time over the batch size",
         shows="Tiny: tiny towers on 8 simulated devices. Small: ViT-B/32 on one GPU at 1/8 of the paper's batch. The "
         "time is linear in the batch; the loss is a small part of it. Milliseconds.",

@@ -193,24 +193,21 @@ def figure_s2(scale: str) -> list[Entry]:
     ]
 
 
-_ACCURACY = "zero-shot top-1, %"
+_target = partial(Target, paper=INF_CL)
+_accuracy = partial(_target, unit="zero-shot top-1, %", style=".2f")
 TARGETS = (
-    Target(
+    _accuracy(
         name="inf-cl-table-3",
-        paper=INF_CL,
         title="Table 3: accuracy by strategy and batch size",
         shows="Tiny: digits on 8 simulated devices, 8 epochs. Small: built-in shapes. The strategies agree; a very "
         "large batch with the same learning rate and epochs is worse. Paper: all columns but ImageNet OOD, because the "
         "paper does not say which set that is.",
         entries=table_3,
-        unit=_ACCURACY,
-        style=".2f",
         devices=8,
         costs=("2 min", "10 min"),
     ),
-    Target(
+    _target(
         name="inf-cl-table-4",
-        paper=INF_CL,
         title="Table 4: ablation of the tiling",
         shows="Loss memory from XLA's plan at the paper's 64k on 4 devices (CPU), peak from the planner for LiT of "
         "ViT-B/16, accuracy on digits or shapes.",
@@ -219,43 +216,33 @@ TARGETS = (
         devices=8,
         costs=("2 min", "10 min"),
     ),
-    Target(
+    _accuracy(
         name="inf-cl-table-s2",
-        paper=INF_CL,
         title="Table S2: accuracy by batch and dataset size",
         shows="Tiny: parts of the digits, 8 epochs. Small: 8,192 and all of the shapes, the same samples seen.",
         entries=table_s2,
-        unit=_ACCURACY,
-        style=".2f",
         axis="batch size",
         costs=("2 min", "15 min"),
     ),
-    Target(
+    _accuracy(
         name="inf-cl-table-s3",
-        paper=INF_CL,
         title="Table S3: accuracy by batch and model size",
         shows="Tiny: two sizes of the image tower on digits. Small: 3 and 6 layers on the built-in shapes.",
         entries=table_s3,
-        unit=_ACCURACY,
-        style=".2f",
         axis="batch size",
         costs=("2 min", "15 min"),
     ),
-    Target(
+    _accuracy(
         name="inf-cl-figure-5",
-        paper=INF_CL,
         title="Figure 5 (S1 in the supplement): accuracy over the batch size",
         shows="The batch scaling curve with three seeds: mean (range). Everything but the batch stays the same, also "
         "learning rate and epochs; the warm-up is at most half the steps. Tiny: digits, 8 epochs. Small: shapes.",
         entries=figure_5,
-        unit=_ACCURACY,
-        style=".2f",
         axis="batch size",
         costs=("2 min", "15 min"),
     ),
-    Target(
+    _target(
         name="inf-cl-figure-s2",
-        paper=INF_CL,
         title="Figure S2: training losses by strategy",
         shows="Mean of the last 20 losses; the picture has the losses of all steps. Tiny: digits on 8 simulated "
         "devices. Small: built-in shapes.",

@@ -215,9 +215,6 @@ def measured_batch(
     Returns:
       "batch_k": largest batch size over 1,024 whose step ran. "refused_k": the smallest that ran out of memory.
       "planned_k": the planner's largest.
-
-    Raises:
-      ValueError: the devices state no memory limit, as those of the CPU.
     """
     limit = device_memory_limit()
     if limit is None:
@@ -258,9 +255,6 @@ def search_batch(planned: int, unit: int, runs: Callable[[int], bool]) -> tuple[
     Returns:
       The largest batch size found to run, and the smallest found not to. They differ by a sixteenth of the plan, or by
       two units if these are more.
-
-    Raises:
-      ValueError: `unit` does not run.
     """
     width = max(1, planned // 32 // unit) * unit
     low = max(unit, planned - width)

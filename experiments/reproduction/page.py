@@ -65,9 +65,6 @@ def write_page(targets: Sequence[Target], folder: str | Path, docs: str | Path) 
     """Write `reproduction.md` and its pictures from the cells of the scales "tiny" and "small".
 
     A target without finished cells keeps its section of the page, which another machine may have measured.
-
-    Raises:
-      ValueError: no cell has been measured, here or on the page.
     """
     docs = Path(docs)
     page = docs / "reproduction.md"

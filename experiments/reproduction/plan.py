@@ -68,20 +68,12 @@ def gpus_of(scale: str) -> int:
 
 
 def plan_target(target: Target, scale: str, device: str, devices: int) -> list[CellPlan]:
-    """Plan the cells of a target.
-
-    Raises:
-      ValueError: a setting of a cell does not fit the GPUs.
-    """
+    """Plan the cells of a target."""
     return [_plan(cell, device, devices) for cell in target.cells(scale)]
 
 
 def describe_target(target: Target, scale: str, device: str, devices: int) -> str:
-    """Format the plan of a target: a row for each cell.
-
-    Raises:
-      ValueError: see `plan_target`.
-    """
+    """Format the plan of a target: a row for each cell."""
     plans = plan_target(target, scale, device, devices)
     rows = [("GPUs", "GiB/GPU", "step ms", "steps", "time", "cell")]
     for plan in plans:

@@ -13,13 +13,7 @@ _DIGEST = 12  # hexadecimal digits in the name of a cell's file
 
 
 class Paper(NamedTuple):
-    """A paper with the hardware of its experiments.
-
-    Attributes:
-      name: short name.
-      reference: authors, title and year.
-      hardware: what the experiments ran on.
-    """
+    """A paper with the hardware of its experiments."""
 
     name: str
     reference: str
@@ -100,11 +94,7 @@ class Target:
     curve: str | None = None
 
     def cells(self, scale: str) -> list[Cell]:
-        """Return the distinct cells of a scale, in the order of the entries.
-
-        Raises:
-          ValueError: the scale is unknown.
-        """
+        """Return the distinct cells of a scale, in the order of the entries."""
         if scale not in SCALES:
             raise ValueError(f"expected scale to be one of {SCALES}, got {scale!r}")
         return list({c.key: c for entry in self.entries(scale) for c in entry.cells}.values())

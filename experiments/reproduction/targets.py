@@ -13,11 +13,7 @@ TARGETS = {
 
 
 def target_named(name: str) -> Target:
-    """Return a target.
-
-    Raises:
-      ValueError: there is none of this name.
-    """
+    """Return a target."""
     if name not in TARGETS:
         close = difflib.get_close_matches(name, TARGETS, 1)
         advice = f"did you mean {close[0]}?" if close else "--list lists them"

@@ -46,11 +46,7 @@ _MEANS = {
 
 
 def mesh_of(devices: int) -> Mesh:
-    """Return the mesh of the first devices.
-
-    Raises:
-      ValueError: there are fewer.
-    """
+    """Return the mesh of the first devices."""
     if devices > len(jax.devices()):
         raise ValueError(f"expected {devices} devices, got {len(jax.devices())}")
     return data_mesh(jax.devices()[:devices])
@@ -63,9 +59,6 @@ def run_config(config: str, changes: Mapping[str, Any], folder: Path | None = No
       config: file of `configs` with its argument, such as "fastclip:medium,loss=fastclip_v2".
       changes: changed settings by name. The dataset "corpus" is the generated text corpus.
       folder: folder of the generated corpus; None: it is not written.
-
-    Raises:
-      ValueError: a setting is unknown or wrong.
     """
     name, _, argument = config.partition(":")
     changes = dict(changes)

@@ -59,16 +59,7 @@ embed_tokens.defvjp(_embed_forward, _embed_backward)
 def _sum_over_devices(
     tokens: Integer[Array, "b t"], rows: Float[Array, "b t width"], count: int
 ) -> Float32[Array, "{count} width"]:
-    """Sum the rows of each token id over all devices.
-
-    Args:
-      tokens: integer [b, t], sharded by batch over the axes of the current mesh.
-      rows: [b, t, width], sharded by batch over the axes of the current mesh.
-      count: number of ids.
-
-    Returns:
-      float32 [count, width], replicated.
-    """
+    """Sum the rows of each token id over all devices, replicated; both are sharded by batch."""
     axes = automatic_axes()
 
     def local(tokens: jax.Array, rows: jax.Array) -> jax.Array:
@@ -87,9 +78,6 @@ def sum_by_id(ids: Integer[Array, "n"], rows: Float[Array, "n width"], count: in
       ids: integer [n], at least 0.
       rows: floating [n, width].
       count: number of ids; rows of ids from `count` on are ignored.
-
-    Returns:
-      float32 [count, width].
     """
     indices = jnp.arange(len(ids), dtype=jnp.int32)
     ids, order = lax.sort((ids, indices), num_keys=1, is_stable=True)
@@ -101,14 +89,10 @@ def sum_by_id(ids: Integer[Array, "n"], rows: Float[Array, "n width"], count: in
 
 
 def _running_sums(ids: Integer[Array, "n"], rows: Float[Array, "n width"]) -> Float32[Array, "n width"]:
-    """Return the sum of each row and the preceding rows of its id.
+    """Return the sum of each row and the preceding rows of its id, for sorted ids.
 
     A GEMM with a 0/1 matrix sums within a tile. The running sums of the tiles' last rows, by recursion, are what the
     preceding tiles add to the rows of a tile's first id.
-
-    Args:
-      ids: integer [n], sorted.
-      rows: floating [n, width].
     """
     n, padding = len(ids), (0, -len(ids) % _TILE)
     tiles = jnp.pad(ids, padding, mode="edge").reshape(-1, _TILE)

@@ -12,8 +12,7 @@ from gpus import ALONE, count_kernels, lowered
 from infcl_jax.ops.attention.api import attend
 from infcl_jax.ops.bias_activation import pallas_mosaic_gpu as bias_activation
 from infcl_jax.ops.bias_activation.api import activate
-from infcl_jax.ops.common.fallback import log_fallback
-from infcl_jax.ops.common.gpu import FEWEST_ROWS
+from infcl_jax.ops.common.gpu import FEWEST_ROWS, log_fallback
 from infcl_jax.ops.layer_norm import pallas_mosaic_gpu as layer_norm
 from infcl_jax.ops.layer_norm.api import normalize_with_residual
 

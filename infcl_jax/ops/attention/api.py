@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Integer
 
 from infcl_jax.ops.common import gpu
-from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.ops.linear import contract
 
@@ -48,7 +47,7 @@ def best_attention(shape: tuple[int, ...], dtype: Any) -> AttentionImplementatio
         if pallas_mosaic_gpu.accepts(positions, channels, dtype):
             return "mosaic_gpu"
         array = f"{positions} positions and heads of {channels} channels in {jnp.dtype(dtype)}"
-        log_fallback("attention", array, pallas_mosaic_gpu.SUPPORTED)
+        gpu.log_fallback("attention", array, pallas_mosaic_gpu.SUPPORTED)
     if jax.default_backend() != "gpu" or not cudnn_accepts(dtype, channels):
         return "xla"
     capability = getattr(jax.devices()[0], "compute_capability", "")  # "9.0"; AMD GPUs report an architecture name
@@ -275,7 +274,7 @@ def _check_masked(implementation: AttentionImplementation | None, shape: tuple[i
     if implementation not in (None, "xla"):
         raise ValueError(f"expected attention 'xla' or None with a mask of keys, got {implementation!r}; choose None")
     if implementation is None and best_attention(shape, dtype) != "xla":
-        log_fallback("attention", "sequences with a mask of keys", "sequences without one")
+        gpu.log_fallback("attention", "sequences with a mask of keys", "sequences without one")
 
 
 def _check_mosaic(shape: tuple[int, ...], dtype: Any) -> None:

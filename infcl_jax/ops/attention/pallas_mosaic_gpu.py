@@ -129,14 +129,6 @@ def backward(
 ) -> tuple[Float[Array, "b t qkv_heads d"]]:
     """Gradients of attention (Dao et al. 2022, appendix B.2).
 
-    Args:
-      packed: argument of `forward`, [b, t, 3 heads, 64].
-      out: first result of `forward`, [b, t, heads, 64].
-      lse: second result of `forward`, float32 [b * heads, t padded to tiles].
-      d_out: cotangent of `out`.
-      causal: whether a position attends only to positions up to its own.
-      sm_count: number of SMs of the GPU.
-
     Returns:
       The cotangent of `packed`, deterministic, since sums have a fixed order.
     """

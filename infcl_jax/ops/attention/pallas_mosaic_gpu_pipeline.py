@@ -70,14 +70,7 @@ class HeadPipeline:
 
     @classmethod
     def of(cls, packed: Array, sm_count: int, *, vectors: int, warpgroups: int) -> "HeadPipeline":
-        """Build the pipeline for packed queries, keys and values.
-
-        Args:
-          packed: [b, t, 3 heads, 64].
-          sm_count: number of SMs of the GPU.
-          vectors: number of float32 vectors per head in SMEM.
-          warpgroups: number of compute warpgroups.
-        """
+        """Build the pipeline for packed queries, keys and values."""
         b, t, heads, _ = packed.shape
         return cls(b, t, heads // 3, packed.dtype, min(sm_count, b * heads // 3), vectors, warpgroups)
 

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32
 
 from infcl_jax.ops.common import gpu
-from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.ops.layer_norm.api import broadcast_vector, flat_rows
 
@@ -38,7 +37,7 @@ def best_activation(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"]) -> A
 
     width = x.shape[-1]
     if not pallas_mosaic_gpu.has_layout(width, x.dtype):
-        log_fallback("activation", f"width {width} in {x.dtype}", pallas_mosaic_gpu.SUPPORTED)
+        gpu.log_fallback("activation", f"width {width} in {x.dtype}", pallas_mosaic_gpu.SUPPORTED)
         return "xla"
     return "mosaic_gpu" if rows >= gpu.FEWEST_ROWS else "xla"
 

@@ -43,16 +43,6 @@ def forward(
 ) -> Float[Array, "rows width"]:
     """Apply an activation to `x + bias`.
 
-    Args:
-      x: [rows, width], see `SUPPORTED`.
-      bias: float32 [width].
-      name: activation, a key of `_ACTIVATIONS`.
-      sm_count: number of SMs of the GPU.
-      tiling: tiling of the quarters of rows.
-
-    Returns:
-      [rows, width] in the dtype of `x`.
-
     Raises:
       ValueError: the kernels do not support the shape or the dtype.
     """
@@ -91,14 +81,6 @@ def backward(
     tiling: Tiling = BACKWARD,
 ) -> tuple[Float[Array, "rows width"], Float32[Array, "width"]]:
     """Gradients of the biased activation.
-
-    Args:
-      x: [rows, width], argument of `forward`.
-      bias: float32 [width].
-      dy: [rows, width], cotangent of the result, in the dtype of `x`.
-      name: activation, a key of `_ACTIVATIONS`.
-      sm_count: number of SMs of the GPU.
-      tiling: tiling of the quarters of rows.
 
     Returns:
       The cotangent of `x` in its dtype, and the float32 [width] cotangent of the bias. The sum over rows has a fixed

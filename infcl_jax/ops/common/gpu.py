@@ -1,8 +1,12 @@
 """Properties of the target GPU, and limits of Hopper GPUs."""
 
+import functools
+import logging
 from typing import Any
 
 import jax
+
+_logger = logging.getLogger(__name__)
 
 # Compute capability of Hopper GPUs, and their device kinds in an abstract mesh.
 HOPPER = "9.0"
@@ -44,3 +48,13 @@ def multiprocessors() -> int:
     """Number of SMs of the target GPU."""
     device = target_device()
     return getattr(device, "core_count", None) or device.num_cores
+
+
+@functools.cache
+def log_fallback(op: str, array: str, supported: str) -> None:
+    """Log once per process and array that an op runs without its Hopper kernels.
+
+    It is a warning on a GPU. Programs that are traced elsewhere for a described GPU are only planned.
+    """
+    level = logging.WARNING if jax.default_backend() == "gpu" else logging.INFO
+    _logger.log(level, "%s of %s runs without Hopper kernels; they support %s", op, array, supported)

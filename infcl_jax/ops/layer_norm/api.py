@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Shaped
 
 from infcl_jax.ops.common import gpu
-from infcl_jax.ops.common.fallback import log_fallback
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 
 NormImplementation = Literal["xla", "mosaic_gpu"]
@@ -37,7 +36,7 @@ def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *
     width = x.shape[-1]
     if not pallas_mosaic_gpu.has_layout(width, x.dtype, *dtypes):
         names = " and ".join(dict.fromkeys(jnp.dtype(d).name for d in (x.dtype, *dtypes)))
-        log_fallback("LayerNorm", f"width {width} in {names}", pallas_mosaic_gpu.SUPPORTED)
+        gpu.log_fallback("LayerNorm", f"width {width} in {names}", pallas_mosaic_gpu.SUPPORTED)
         return "xla"
     return "mosaic_gpu" if rows >= gpu.FEWEST_ROWS else "xla"
 
@@ -186,15 +185,6 @@ def _backward_xla(
     Float[Array, "*batch width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
 ]:
     """Compute the gradients of LayerNorm.
-
-    Args:
-      x: [..., width], argument of the LayerNorm.
-      mean: float32 [..., 1].
-      inv_std: float32 [..., 1].
-      scale: [width].
-      dy: [..., width], cotangent of the result.
-      dx_residual: [..., width], cotangent of `x` from the residual connection, to be added; None for none.
-      sum_rows: whether to sum the cotangent of `x` over rows.
 
     Returns:
       The cotangent of `x` in its dtype. The float32 [width] cotangents of scale and bias. The float32 [width] sum over

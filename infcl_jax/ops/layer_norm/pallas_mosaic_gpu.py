@@ -58,15 +58,6 @@ def forward(
 ) -> tuple[Float[Array, "rows width"], Float32[Array, "rows"], Float32[Array, "rows"]]:
     """LayerNorm over the last axis.
 
-    Args:
-      x: [rows, width], see `SUPPORTED`.
-      scale: float32 [width].
-      bias: float32 [width].
-      dtype: dtype of the result.
-      epsilon: constant added to the variance.
-      sm_count: number of SMs of the GPU.
-      tiling: tiling of the rows; None for the tiling of this width in `FORWARD`.
-
     Returns:
       The result [rows, width] in `dtype`, and the mean and inverse standard deviation of each row, float32 [rows].
 
@@ -123,17 +114,6 @@ def backward(
     Float[Array, "rows width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
 ]:
     """Gradients of LayerNorm.
-
-    Args:
-      x: [rows, width], argument of `forward`.
-      mean: float32 [rows], row means from `forward`.
-      inv_std: float32 [rows], inverse standard deviations from `forward`.
-      scale: float32 [width].
-      dy: [rows, width], cotangent of the result.
-      dx_residual: [rows, width], cotangent of `x` from the residual connection, to be added; None for none.
-      sum_rows: whether to sum the cotangent of `x` over rows.
-      sm_count: number of SMs of the GPU.
-      tiling: tiling of the rows; None for the tiling of this width in `BACKWARD`.
 
     Returns:
       The cotangent of `x` in its dtype, rounded once. The float32 [width] cotangents of scale and bias. The float32

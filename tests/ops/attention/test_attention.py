@@ -12,7 +12,7 @@ import pytest
 
 from infcl_jax.ops.attention import api
 from infcl_jax.ops.attention.api import attend, attend_from, best_attention, padding_for
-from infcl_jax.ops.common.fallback import log_fallback
+from infcl_jax.ops.common.gpu import log_fallback
 
 B, T, HEADS, DIM = 2, 6, 2, 8
 

@@ -410,7 +410,7 @@ def test_calls_of_one_program_compute_only_what_each_needs():
     assert counts(second)[0] < counts(first)[0]
 
 
-@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])
+@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), pytest.param(True, 9, marks=pytest.mark.full)])
 def test_a_ring_of_eight_lowers(by_id, number):
     """Lowers inside a checked `shard_map`.
 
@@ -422,7 +422,7 @@ def test_a_ring_of_eight_lowers(by_id, number):
     assert count_kernels(text) == number
 
 
-@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("columns", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_every_option_lowers(columns):
     """Tests masks, labels, per-sample scales, excluded positives and few features."""
     shapes = {"x": (1000, 100), "y": (3000, 100), "x_scale": (1000,)} | ({"y_scale": (3000,)} if columns else {})

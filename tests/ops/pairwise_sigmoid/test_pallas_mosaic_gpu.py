@@ -120,7 +120,7 @@ def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     assert count_kernels(text) == 2  # sums and dS
 
 
-@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("ids", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_ring_of_eight_lowers(ids):
     """Lowers inside a checked `shard_map`. Without ids, only the own block has positives."""
     text = lowered((0, 1, 2, 3), 8 * 4096, 512, jnp.bfloat16, mesh=described(data=8), ids=ids)

@@ -114,15 +114,7 @@ class Loss(abc.ABC):
     def create(
         cls, name: str, mesh: Mesh | None, implementation: str | None, targets: Targets = ONE_POSITIVE, **settings: Any
     ) -> Self:
-        """Create the loss from the settings of a run.
-
-        Args:
-          name: key of the loss in `infcl_jax.training.LOSSES`.
-          mesh: devices over which the batch is sharded.
-          implementation: backend of `infcl_jax.pairwise_lse`.
-          targets: targets of the rows.
-          **settings: further keyword arguments of `infcl_jax.training.make_loss`.
-        """
+        """Create the loss from the settings of a run, the keyword arguments of `infcl_jax.training.make_loss`."""
         del settings
         return cls(name=name, mesh=mesh, implementation=implementation, targets=targets)
 

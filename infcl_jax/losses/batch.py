@@ -27,19 +27,13 @@ def over_mesh(
     """Call `loss(settings, axis_name, sharded, shared)` on each device's rows.
 
     Args:
-      loss: module-level function to run inside `shard_map`. Its results are sharded over rows or equal on all devices.
+      loss: module-level function to run inside `shard_map`.
       settings: static, hashable settings. Eager calls with equal settings share one compiled program.
       sharded: pytree of arrays `[b, ...]`; None for absent arrays.
       shared: pytree of replicated arrays.
-      axis_name: mesh axis (or axes) over which the batch is sharded; the mesh's first axis by default. Without a mesh:
-        axis of the enclosing `shard_map`, or None for one device.
+      axis_name: axes of the batch, see `clip_loss`.
       mesh: device mesh when called outside `shard_map`; None inside it.
-      sharded_result: True for a result sharded over rows, False for one equal on all devices; a tuple of flags for a
-        tuple of results.
-
-    Raises:
-      ValueError: the mesh has no such axis, the batch size is not divisible by its device count, or a mesh is given
-        inside `shard_map` over its axis.
+      sharded_result: whether the result, or each of a tuple, is sharded over rows instead of equal on all devices.
     """
     if mesh is None:
         return loss(settings, axis_name, sharded, shared)
@@ -64,10 +58,7 @@ def over_mesh(
 
 @functools.cache
 def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, mesh: Mesh, sharded_result: Any) -> Any:
-    """Map `loss` over the mesh, under `jit`.
-
-    An eager `shard_map` cannot run a `custom_vjp`.
-    """
+    """Map `loss` over the mesh, under `jit`: an eager `shard_map` cannot run a `custom_vjp`."""
     rows = PartitionSpec(axis_name)
     mapped = jax.shard_map(
         functools.partial(loss, settings, axis_name),
@@ -79,13 +70,7 @@ def _mapped(loss: Callable[..., Any], settings: Hashable, axis_name: AxisName, m
 
 
 def axis_and_devices(mesh: Mesh, axis_name: AxisName | None) -> tuple[AxisName, int]:
-    """Return the batch axis (or axes) of a mesh and its device count.
-
-    The mesh's first axis is the default.
-
-    Raises:
-      ValueError: the mesh has no such axis.
-    """
+    """Return the batch axis (or axes) of a mesh, by default the first, and its device count."""
     axis_name = mesh.axis_names[0] if axis_name is None else axis_name
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if unknown := set(axes) - set(mesh.axis_names):
@@ -120,11 +105,7 @@ def global_sum(value: Array, axis_name: AxisName | None) -> Array:
 
 
 def checked_scalar(name: str, value: Num[Array, ""] | float, like: Float[Array, "..."]) -> Float[Array, ""]:
-    """Cast `value` to a scalar of at least fp32.
-
-    Raises:
-      ValueError: `value` is not a scalar.
-    """
+    """Cast `value` to at least fp32; raise `ValueError` unless it is a scalar."""
     value = jnp.asarray(value)
     if value.shape != ():
         raise ValueError(f"expected {name} to be a scalar, got shape {value.shape}")
@@ -132,11 +113,7 @@ def checked_scalar(name: str, value: Num[Array, ""] | float, like: Float[Array, 
 
 
 def checked_weights(weights: Num[Array, "b"] | None, features: Float[Array, "b d"]) -> Float[Array, "b"] | None:
-    """Cast weights of the rows to at least fp32.
-
-    Raises:
-      ValueError: `weights` are not one number per row.
-    """
+    """Cast weights to at least fp32; raise `ValueError` unless they are one per row."""
     if weights is None:
         return None
     if weights.shape != features.shape[:1]:

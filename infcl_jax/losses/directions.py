@@ -16,12 +16,7 @@ from infcl_jax.ops.pairwise_lse.positives import match_ids
 
 
 class Direction(NamedTuple):
-    """Loss of each row or column.
-
-    Attributes:
-      loss: `[b/n]`, in nats.
-      mask: bool `[b/n]`, False for rows outside the mean; None: all rows are in the mean.
-    """
+    """Loss of each row or column in nats, and a mask of those in the mean; None: all."""
 
     loss: Float[Array, "b"]
     mask: Bool[Array, "b"] | None
@@ -33,24 +28,13 @@ def with_positive(
     mask: Bool[Array, "b"] | None,
     label_smoothing: float = 0.0,
 ) -> Direction:
-    """Return the loss of rows with one positive each.
-
-    Args:
-      negative_lse: log-sum-exp over the negatives.
-      positive: logit of the positive.
-      mask: False for masked rows.
-      label_smoothing: share of the targets that all columns have in common. The share's own logits are missing, see
-        `uniform_logit`.
-    """
+    """Return the loss of rows with one positive each, without `uniform_logit` of the label smoothing."""
     loss = cross_entropy(negative_lse, positive)
     return Direction(loss + label_smoothing * positive if label_smoothing else loss, mask)
 
 
 def with_positives(negative_lse: Float[Array, "b"], positives: Positives, label_smoothing: float = 0.0) -> Direction:
-    """Return the loss of rows with positives by id.
-
-    A row without a positive is outside the mean. Arguments and results are those of `with_positive`.
-    """
+    """Return the loss of rows with positives by id; a row without one is outside the mean."""
     mask = positives.number > 0
     lse = zero_masked(positives.lse, mask)
     loss = cross_entropy(negative_lse, lse) + positives.gap
@@ -60,15 +44,9 @@ def with_positives(negative_lse: Float[Array, "b"], positives: Positives, label_
 def mean_of_both(
     rows: Direction, columns: Direction, weights: Float[Array, "b"] | None, axis_name: AxisName | None
 ) -> Float[Array, ""]:
-    """Average the means over rows and over columns.
+    """Average the means over rows and over columns, with equal or given weights of the pairs.
 
     If both have the same count, the result and its gradients are those of one mean over pairs, bit for bit.
-
-    Args:
-      rows: losses of this device's rows.
-      columns: losses of this device's columns.
-      weights: weights of the pairs in both means; None for equal weights.
-      axis_name: mesh axes of the batch.
     """
     if rows.mask is columns.mask:
         return global_mean((rows.loss + columns.loss) / 2, rows.mask, axis_name, weights)
@@ -113,10 +91,7 @@ def uniform_logit(
 
 
 def count_extra_positives(ids: Int32[Array, "b 2"] | None) -> Float[Array, ""] | None:
-    """Count the positives of a global batch in addition to its pairs.
-
-    Returns None without ids.
-    """
+    """Count the positives of a global batch in addition to its pairs; None without ids."""
     if ids is None:
         return None
     counts = match_ids(ids, ids, None, None, None).x_count

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -17,12 +18,12 @@ from infcl_jax.losses.batch import (
     global_mean,
     over_mesh,
 )
-from infcl_jax.losses.teacher_student import Logits, dense_logits, operands_of
 from infcl_jax.ops.common.checks import check_implementation
 from infcl_jax.ops.common.derivatives import only_reverse
+from infcl_jax.ops.pairwise_distillation.base import PairLogits
 from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMPLEMENTATIONS, plan_of
 from infcl_jax.ops.pairwise_distillation.vjp import blockwise
-from infcl_jax.ops.pairwise_lse.base import varying_over
+from infcl_jax.ops.pairwise_lse.base import accumulation_dtype, similarities, varying_over, zero_masked
 from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
 from infcl_jax.ops.pairwise_lse.implementations import best_implementation, check_device
 
@@ -135,19 +136,58 @@ def clip_and_distillation(
 def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scales: Any) -> tuple[Array, Array]:
     image, text, *teacher, mask, weights = sharded
     check_axis(axis_name, image, text)
-    teacher = lax.stop_gradient((*teacher, scales[1]))
-    operands = varying_over(operands_of(image, text, scales[0], teacher, mask), axis_name)
+    teacher_image, teacher_text, teacher_scale = lax.stop_gradient((*teacher, scales[1]))
+    features = [zero_masked(jnp.asarray(a), mask) for a in (image, text, teacher_image, teacher_text)]
+    x, y, *teacher = (a.astype(jnp.float32) if a.dtype == jnp.float16 else a for a in features)
+    scale, teacher_scale = (a.astype(accumulation_dtype(x.dtype)) for a in (scales[0], teacher_scale))
+    operands = varying_over((x, y, scale, *teacher, teacher_scale, mask), axis_name)
     if implementation == "dense":
-        logits = dense_logits(axis_name, operands)
+        logits = _dense_logits(axis_name, operands)
     else:
         operands = only_reverse(operands, 'use implementation="dense", which JAX differentiates in every mode')
-        logits = Logits(*blockwise(plan_of(implementation, axis_name), *operands))
-    row, column = logits.divergence()
+        logits = blockwise(plan_of(implementation, axis_name), *operands)
+    # KL(teacher || student) of each row and of each column
+    row = logits.row_gap + jnp.logaddexp(logits.row_negatives, logits.positive)
+    column = logits.column_gap + jnp.logaddexp(logits.column_negatives, logits.positive)
     clip_row, clip_column = (
         cross_entropy(lse, logits.positive) for lse in (logits.row_negatives, logits.column_negatives)
     )
     clip, divergence = (clip_row + clip_column) / 2, (row + column) / 2
     return global_mean(clip, mask, axis_name, weights), global_mean(divergence, mask, axis_name, weights)
+
+
+def _dense_logits(axis_name: AxisName | None, operands: tuple[Any, ...]) -> PairLogits:
+    """Compute the logits from the whole pair matrices on every device, differentiated by JAX."""
+    x, y, scale, teacher_x, teacher_y, teacher_scale, mask = operands
+    dtype, rows = scale.dtype, len(x)
+    if axis_name is not None:
+        mask, teacher_x, teacher_y, x, y = jax.tree.map(
+            lambda a: lax.all_gather(a, axis_name, tiled=True), (mask, teacher_x, teacher_y, x, y)
+        )
+    x, y = x.astype(dtype), y.astype(dtype)  # both terms of a gradient are added before rounding
+    z, t = scale * similarities(x, y), teacher_scale * similarities(teacher_x, teacher_y).astype(dtype)
+    mask = jnp.ones(len(x), bool) if mask is None else mask
+    valid = mask[:, None] & mask[None, :]
+    negative = valid & ~jnp.eye(len(x), dtype=bool)
+
+    def side(axis: int) -> tuple[Array, Array]:
+        masked = jnp.where(valid, t, jnp.full_like(t, -jnp.finfo(dtype).max))
+        shift = masked.max(axis)
+        e = jnp.where(valid, jnp.exp(masked - jnp.expand_dims(shift, axis)), jnp.zeros_like(t))
+        sumexp = jnp.maximum(e.sum(axis), 1)  # the largest term is 1; masked rows have none
+        lse = shift + jnp.log(sumexp)
+        # Not exp(t - lse): at a large scale the rounding of lse would keep the probabilities from adding up to one.
+        gap = zero_masked((e * (t - z)).sum(axis) / sumexp - lse, mask)
+        lowest = jnp.where(negative, z, jnp.full_like(z, -jnp.finfo(dtype).max))
+        negatives = jnp.where(negative.any(axis), jax.nn.logsumexp(lowest, axis), jnp.full_like(lse, -jnp.inf))
+        return negatives, gap
+
+    (row, row_gap), (column, column_gap) = side(1), side(0)
+    logits = PairLogits(row, column, jnp.diagonal(z), row_gap, column_gap)
+    if axis_name is None:
+        return logits
+    first = lax.axis_index(axis_name) * rows
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, rows), logits)
 
 
 def _check_teacher(image: Array, teacher_image: Array, teacher_text: Array) -> None:

@@ -134,10 +134,18 @@ def global_contrastive_loss(
     # The index check needs the mask of the caller, because `checked_mask` returns a tracer under jit.
     in_shard_map, concrete_mask = axis_name is not None and mesh is None, mask
     mask = checked_mask("mask", mask, image.shape[0])
-    index = _checked_index(index, concrete_mask, None if in_shard_map else state, image.shape[0])
+    if index.shape != image.shape[:1] or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(
+            f"expected index to be integers of shape ({len(image)},), got {index.dtype}{list(index.shape)}"
+        )
+    if not in_shard_map:  # where a shard of the state does not bound the global index
+        check_index(index, concrete_mask, state)
+    index = jnp.asarray(index).astype(jnp.int32)
+    if not isinstance(gamma, jax.Array) and not 0 <= gamma <= 1:
+        raise ValueError(f"expected 0 <= gamma <= 1, got {gamma}")
     scalars = tuple(
         None if value is None else checked_scalar(name, value, image)
-        for name, value in (("gamma", _checked_gamma(gamma)), ("logit_scale", logit_scale), ("epoch", epoch))
+        for name, value in (("gamma", gamma), ("logit_scale", logit_scale), ("epoch", epoch))
     )
     sharded = (image, text, index, lax.stop_gradient(state), mask)
     loss, rows = over_mesh(
@@ -147,21 +155,3 @@ def global_contrastive_loss(
         return loss, rows
     index = index if mask is None else jnp.where(mask, index, jnp.full_like(index, -1))
     return loss, write_samples(state, index, rows, axis_name=axis_name, mesh=mesh)
-
-
-def _checked_index(index: Array, mask: Array | None, state: SampleState | None, rows: int) -> Array:
-    """Check the index and cast it to int32.
-
-    `state` is None inside `shard_map`, where a shard of the state does not bound the global index.
-    """
-    if index.shape != (rows,) or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise ValueError(f"expected index to be integers of shape ({rows},), got {index.dtype}{list(index.shape)}")
-    if state is not None:
-        check_index(index, mask, state)
-    return jnp.asarray(index).astype(jnp.int32)
-
-
-def _checked_gamma(gamma: Array | float) -> Array | float:
-    if not isinstance(gamma, jax.Array) and not 0 <= gamma <= 1:
-        raise ValueError(f"expected 0 <= gamma <= 1, got {gamma}")
-    return gamma

@@ -68,17 +68,9 @@ def matryoshka(
 
 
 def prefix(features: Float[Array, "b d"], dim: int) -> Float[Array, "b dim"]:
-    """Keep the first `dim` columns of features and L2-normalize each row.
+    """Keep the first `dim` columns of features and L2-normalize each row in at least fp32.
 
-    Args:
-      features: `[b, D]`, any floating dtype; the norm is computed in at least fp32.
-      dim: number of columns, at most D.
-
-    Returns:
-      `[b, dim]` of the same dtype; rows of zeros stay zero.
-
-    Raises:
-      ValueError: the features are not `[b, D]` with D >= `dim`.
+    Rows of zeros stay zero. Raises `ValueError` unless the features are [b, D] with D >= `dim`.
     """
     if features.ndim != 2 or not 1 <= dim <= features.shape[1]:
         raise ValueError(f"expected features [b, D] with D >= {dim}, got shape {features.shape}")
@@ -94,11 +86,7 @@ def prefix(features: Float[Array, "b d"], dim: int) -> Float[Array, "b dim"]:
 
 
 def checked_dims(name: str, dims: Sequence[int]) -> tuple[int, ...]:
-    """Return prefix sizes as a tuple.
-
-    Raises:
-      ValueError: the sizes are not increasing positive integers.
-    """
+    """Return prefix sizes as a tuple; raise `ValueError` unless they are increasing positive integers."""
     sizes = (dims,) if isinstance(dims, int) else tuple(dims)
     integers = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
     if not integers or any(a >= b for a, b in itertools.pairwise(sizes)):

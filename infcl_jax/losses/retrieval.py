@@ -109,17 +109,11 @@ def retrieval_loss(
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """Static settings of one call.
-
-    Attributes:
-      implementation: backend, see `pairwise_lse`.
-      multi_positive: see `retrieval_loss`.
-      global_labels: whether labels index into the passages of all devices.
-    """
+    """Static settings of one call, as described by `retrieval_loss`."""
 
     implementation: str | None
     multi_positive: str
-    global_labels: bool
+    global_labels: bool  # into the passages of all devices
 
 
 def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: Array) -> Array:

@@ -88,18 +88,10 @@ def create_samples(
 
 
 def check_index(index: Integer[Array, "b"], mask: Bool[Array, "b"] | None, state: SampleState) -> None:
-    """Check that concrete (not traced) indices are samples of the dataset.
+    """Check that concrete (not traced) indices of unmasked rows are samples of the dataset.
 
     The bound is the number of samples if the state is concrete and on one device. Otherwise it is the padded size, a
     multiple of `LENGTH_MULTIPLE`.
-
-    Args:
-      index: int `[b]`, sample of each row of the global batch.
-      mask: bool `[b]`, False for rows whose index is not checked.
-      state: sample state of the whole dataset.
-
-    Raises:
-      ValueError: an index is out of range.
     """
     if not (is_concrete(index) and is_concrete(mask)):
         return
@@ -121,17 +113,9 @@ def _is_on_one_device(array: Array) -> bool:
 
 
 def read_samples(state: SampleState, index: Integer[Array, "b"], axis_name: AxisName | None) -> SampleState:
-    """Read the state rows of the local batch, inside `shard_map`.
+    """Read the state rows of the local batch, inside `shard_map`; NaN where the index is not a sample.
 
     Communication per row of the global batch is 4 bytes for the index and 8 bytes per array of the state.
-
-    Args:
-      state: this device's shard of the sample state.
-      index: int `[b/n]`, samples of this device's rows of the batch.
-      axis_name: mesh axis (or axes) of batch and state; None for one device.
-
-    Returns:
-      `[b/n, 2]` arrays; NaN where the index is not a sample.
     """
     global_index = _gather(index, axis_name)
     local_index, is_local = _local_index(state, global_index, axis_name)

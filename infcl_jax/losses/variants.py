@@ -65,11 +65,7 @@ class Adam(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Static settings of one call, as described by `infcl_jax.global_contrastive_loss`.
-
-    Raises:
-      ValueError: a setting is out of range, or the variant does not have it.
-    """
+    """Static settings of one call, as described by `infcl_jax.global_contrastive_loss`."""
 
     name: str
     mode: str
@@ -119,11 +115,7 @@ class Settings:
         return self.variant.scaled if self.published else self.variant.scaled_in_code
 
     def check_call(self, state: SampleState, logit_scale: Any, epoch: Any) -> None:
-        """Check that the call has the arguments of the variant and no others.
-
-        Raises:
-          ValueError: an argument is missing or unused.
-        """
+        """Raise `ValueError` unless the call has the arguments of the variant and no others."""
         per_sample = self.variant.per_sample
         requirements = {
             "logit_scale": (logit_scale, not per_sample),

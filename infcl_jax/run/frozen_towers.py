@@ -21,7 +21,7 @@ from infcl_jax.settings import RunConfig
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.step import TrainStep
-from infcl_jax.training.teacher import TeacherTowers
+from infcl_jax.training.teacher import with_teacher
 
 _FOLDER = "features"  # in the work directory
 _IN_WORKDIR = "workdir"  # value of cache_frozen and distill.cache
@@ -122,10 +122,7 @@ class Teacher:
 
     def with_features(self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
         """Return a step that gets the teacher's features of its batch, encoded in the chunks of the step."""
-        if self.cache is not None:
-            return step
-        on_device = cache.residency == "device"
-        return TeacherTowers(self.model, self.variables, mesh, cache.chunk_size, on_device).with_features(step)
+        return step if self.cache is not None else with_teacher(step, self.model, self.variables, mesh, cache)
 
 
 def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:

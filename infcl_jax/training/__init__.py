@@ -11,12 +11,11 @@ from infcl_jax.runtime.workdir import load_config, prepare_workdir, save_config
 from infcl_jax.runtime.workdir_lock import WorkdirLock
 from infcl_jax.training.checkpoint import Checkpointer
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS
-from infcl_jax.training.distill_config import DistillConfig
 from infcl_jax.training.ema import EMAConfig, evaluated_variables
 from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
 from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
 from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
-from infcl_jax.training.losses import LOSSES, loss_class, make_loss
+from infcl_jax.training.losses import LOSSES, DistillConfig, loss_class, make_loss
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, read_metrics
 from infcl_jax.training.nonfinite import ON_NONFINITE, check_finite
 from infcl_jax.training.optimizer_config import OptimizerConfig

@@ -23,8 +23,8 @@ from infcl_jax.training.checkpoint_folder import (
     print_on_lead,
     split_checkpoint,
 )
-from infcl_jax.training.finite import first_nonfinite_norm
 from infcl_jax.training.manifest import ANNOUNCEMENT, add_results, write_manifest
+from infcl_jax.training.nonfinite import first_nonfinite_norm
 from infcl_jax.training.orbax_fixes import failure_reason, orbax_fixes
 from infcl_jax.training.restore import array_fields, check_array_types, readable
 
@@ -33,10 +33,7 @@ _SAVE_SECONDS = 600
 
 
 class DataIterator(Protocol):
-    """Interface of a checkpointable data iterator.
-
-    Its state must be JSON-serializable and the same on every process.
-    """
+    """Checkpointable data iterator, whose state is JSON-serializable and the same on every process."""
 
     def get_state(self) -> dict[str, Any]:
         """Return the position after the last batch."""
@@ -47,19 +44,12 @@ class DataIterator(Protocol):
 
 @dataclasses.dataclass
 class _Save:
-    """Save in progress.
-
-    Attributes:
-      step: step of the checkpoint.
-      thread: thread that waits for the write; None if it did not start.
-      error: reason of a failure on this process; None so far.
-      fixes: context of orbax, left when the save has ended.
-    """
+    """Save in progress, or its failure on this process."""
 
     step: int
-    thread: threading.Thread | None = None
+    thread: threading.Thread | None = None  # waits for the write
     error: str | None = None
-    fixes: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    fixes: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # left at the end of the save
 
     def join(self) -> None:
         """Wait for the end of the save."""
@@ -370,11 +360,7 @@ class Checkpointer:
         print_line(f"{process}checkpoint of step {save.step} was NOT saved: {save.error}")
 
     def _settle(self) -> None:
-        """Wait for the save in progress, so that all processes agree on its success.
-
-        Raises:
-          OSError: `max_failed_saves` saves in a row failed.
-        """
+        """Wait for the save in progress, so that all processes agree on its success."""
         save, self._saving = self._saving, None
         if save is None:
             return

@@ -41,11 +41,7 @@ class Retention:
     best: str | None = None
 
     def kept(self, results: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Select the steps to keep.
-
-        Args:
-          results: evaluation results by step; empty for a step without evaluation.
-        """
+        """Select the steps to keep, from the evaluation results of all steps."""
         steps = sorted(results)
         kept = set(steps[-self.latest :]) | {step for step in steps if self.every and step % self.every == 0}
         values = {step: results[step].get(self.best, math.nan) for step in steps}
@@ -63,12 +59,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: epath.PathLike, say: Say):
-        """Open a folder, which may not exist yet.
-
-        Args:
-          path: folder, as a local path or `gs://` or `s3://` address.
-          say: printer of one line about a damaged checkpoint.
-        """
+        """Open a folder, which may not exist yet; `say` prints a line about a damaged checkpoint."""
         text = os.fspath(path)
         self.path = epath.Path(text) if "://" in text else epath.Path(text).absolute()
         self._say = say
@@ -79,16 +70,10 @@ class CheckpointFolder:
         return union(self._local_steps())
 
     def intact_step(self, step: int | None = None) -> int | None:
-        """Choose the newest intact checkpoint; None without any checkpoint.
+        """Choose the newest intact checkpoint, or check the given step; None without any checkpoint.
 
-        Prints a line for each damaged checkpoint. Also None with a single incomplete checkpoint: old ones are deleted
-        after newer saves have ended, so the run was killed during its first save.
-
-        Args:
-          step: the only step to consider; None: all.
-
-        Raises:
-          ValueError: all checkpoints are damaged.
+        Prints a line for each damaged checkpoint. Raises `ValueError` if all are damaged, but returns None for a single
+        incomplete one: old ones are deleted after newer saves have ended, so the run was killed during its first save.
         """
         steps = self.steps() if step is None else [step]
         for number in reversed(steps):
@@ -113,13 +98,10 @@ class CheckpointFolder:
         self._verified[step] = Verification(None, True)
 
     def prepare(self, restored: int | None) -> None:
-        """Prepare the folder for the first save. Only one process may call this.
+        """Prepare the folder for the first save, after a restore of `restored`. Only one process may call this.
 
         Deletes what interrupted saves left. Renames damaged checkpoints and those of an abandoned future, so that they
         neither block later saves nor count as the latest. Also renames files in the place of a checkpoint.
-
-        Args:
-          restored: step of the restored checkpoint of this folder; None without one.
         """
         for path in self.path.iterdir():
             if ocp.utils.TMP_DIR_SUFFIX in path.name:
@@ -173,13 +155,9 @@ def step_of(name: str) -> int | None:
 
 
 def split_checkpoint(path: epath.PathLike) -> tuple[epath.Path, int | None]:
-    """Split the path of a run or checkpoint into folder and step.
+    """Split a path into a folder of checkpoints and a step; None: the latest.
 
-    Args:
-      path: work directory of a run, its folder of checkpoints, or one checkpoint.
-
-    Returns:
-      (folder of checkpoints, step); the step is None for the latest.
+    The path is a work directory, its folder of checkpoints, or one checkpoint.
     """
     given = epath.Path(path)
     step = step_of(given.name)

@@ -69,18 +69,10 @@ class StepMemory(NamedTuple):
 
 
 def compile_ahead(step: TrainStep, state: Any, batch: Mapping[str, Any]) -> Future[jax.stages.Compiled]:
-    """Trace and lower a step at once, and compile it in a thread.
+    """Trace and lower a step at once for shapes of state and batch, and compile it in a thread.
 
     Calls of the step after the end of the compilation find the program, if their arguments have these shapes, dtypes
-    and shardings. A process that ends earlier waits for the compilation.
-
-    Args:
-      step: compiled step, from `make_train_step` with chunks in device memory.
-      state: shapes of the train state, `StateInit.shapes`.
-      batch: shapes of the batch.
-
-    Returns:
-      A future of the compiled step, which raises the errors of the compilation.
+    and shardings. A process that ends earlier waits for the compilation. The future raises its errors.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
     compiled = pool.submit(step.lower(state, batch).compile)  # type: ignore[attr-defined]

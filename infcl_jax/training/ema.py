@@ -49,15 +49,9 @@ def initial_ema(variables: Any) -> Any:
 
 
 def updated_ema(config: EMAConfig, ema: Any, variables: Any, update: Integer[Array, ""] | int) -> Any:
-    """Update the average: `ema <- decay ema + (1 - decay) variables`.
+    """Update the average: `ema <- decay ema + (1 - decay) variables`, at the end of update 1, 2, ...
 
     Running statistics of batch normalization are averaged too, as by timm's `ModelEmaV3`.
-
-    Args:
-      config: decay and warm-up.
-      ema: fp32 averages.
-      variables: parameters and running statistics after the update, with the structure of `ema`.
-      update: number of the update, 1 for the first.
     """
     rate = 1.0 - config.decay_after(update)
     # In this form, variables that do not change keep their average bit for bit.

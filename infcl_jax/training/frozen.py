@@ -82,11 +82,7 @@ ALL_LOCKED = UnlockedGroups()
 
 
 def check_frozen(frozen: Collection[str], unlocked: UnlockedGroups) -> None:
-    """Check the frozen towers and their unlocked groups.
-
-    Raises:
-      ValueError: a tower is unknown, or a tower with unlocked groups is not frozen.
-    """
+    """Raise `ValueError` for an unknown tower, or unlocked groups of a tower that is not frozen."""
     for name in frozen:
         check_choice("frozen", name, tuple(TOWERS))
     for name, count in dataclasses.asdict(unlocked).items():
@@ -128,25 +124,13 @@ def frozen_parameters(
 
 
 def frozen_towers(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[str, ...]:
-    """List the towers whose parameters are all frozen.
-
-    Args:
-      params: parameters of a `CLIP` model, arrays or shapes.
-      frozen: names of the frozen parameters, see `frozen_parameters`.
-    """
+    """List the towers whose parameters all have names in `frozen`."""
     trained, _ = partition(params, frozen)
     return tuple(name for name, subtree in towers_of(params).items() if subtree not in trained)
 
 
 def partition(params: Mapping[str, Any], frozen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a tree of parameters into trained and frozen ones.
-
-    `merge` joins them again.
-
-    Args:
-      params: tree of nested dicts.
-      frozen: names of the frozen parameters, see `frozen_parameters`.
-    """
+    """Split nested dicts of parameters into trained and `frozen` ones, which `merge` joins again."""
     trained: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for name, leaf in flatten_dict(params, sep=_SEPARATOR).items():
@@ -163,13 +147,7 @@ def merge(*trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def updates_statistics(params: Mapping[str, Any], statistics: Any, frozen: Collection[str]) -> bool:
-    """Return whether a batch normalization is in training mode.
-
-    Args:
-      params: parameters of the model.
-      statistics: running statistics; None without batch normalization.
-      frozen: names of the frozen parameters.
-    """
+    """Return whether a batch normalization is in training mode."""
     modules = {path[:-1] for path in flatten_dict(statistics or {})}
     return bool(modules - _prefixes(partition(params, frozen)[1]))
 
@@ -179,10 +157,6 @@ def module_modes(params: Mapping[str, Any], frozen: Collection[str]) -> contextl
 
     Inside the context, calls of the model in training mode pass `train=False` to modules with a frozen parameter and
     `train=True` to those with trained parameters alone. Modules without parameters get the value of their caller.
-
-    Args:
-      params: parameters of the model.
-      frozen: names of the frozen parameters.
     """
     if not frozen:
         return contextlib.nullcontext()
@@ -205,11 +179,7 @@ def _prefixes(params: Mapping[str, Any]) -> set[tuple[str, ...]]:
 
 
 class PrecomputedFeatures(NamedTuple):
-    """Batch entry of a frozen tower, with features in place of images or texts.
-
-    Attributes:
-      features: [b, D], normalized, in the model's feature dtype.
-    """
+    """Batch entry of a frozen tower: normalized features [b, D] in place of images or texts."""
 
     features: Any
 
@@ -217,13 +187,7 @@ class PrecomputedFeatures(NamedTuple):
 def frozen_encoder(
     apply_fn: Callable[..., Any], variables: Mapping[str, Any], name: str, devices: Sequence[jax.Device]
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Create the encoder of a frozen tower on devices of this process.
-
-    Args:
-      apply_fn: `apply` of a `CLIP` model.
-      variables: variables of the tower on the host.
-      name: tower, "image" or "text".
-      devices: devices that share the rows.
+    """Create the encoder of a frozen tower, "image" or "text", on devices of this process.
 
     Returns:
       A function from rows, which the devices can share evenly, to features [rows, D] in the model's feature dtype.
@@ -241,11 +205,6 @@ def frozen_encoder(
 
 
 def tower_variables(variables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Select the variables of a tower: parameters and running statistics.
-
-    Args:
-      variables: variables of a `CLIP` model by collection.
-      name: tower, "image" or "text".
-    """
+    """Select the parameters and running statistics of a tower, "image" or "text"."""
     subtree = TOWERS[name]
     return {collection: {subtree: tree[subtree]} for collection, tree in variables.items() if subtree in tree}

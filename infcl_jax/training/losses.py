@@ -1,4 +1,4 @@
-"""Losses of the trainer by name."""
+"""Losses of the trainer by name, and settings of distillation."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from infcl_jax.losses import ClipLoss, Loss, SiglipLoss
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.schema import Range, Section, setting
 from infcl_jax.training.global_contrastive import GlobalContrastive
 from infcl_jax.training.text_retrieval import RetrievalLoss
 
@@ -61,3 +62,34 @@ def make_loss(
     """
     loss = loss_class(name).create(name, mesh, implementation, **settings)
     return loss if max_logit_scale is None else dataclasses.replace(loss, max_logit_scale=max_logit_scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig(Section, prefix="distill."):
+    """Settings of distillation.
+
+    Examples:
+      >>> DistillConfig(teacher="runs/teacher", weight=0.5).cache is None
+      True
+
+    Raises:
+      ValueError: a value is out of range, or `weight` or `cache` is set without a teacher.
+    """
+
+    teacher: str | None = setting(
+        None, "model that infcl_jax.load reads, whose similarities the student learns; None: no distillation"
+    )
+    weight: float = setting(1.0, "weight of infcl_jax.distillation_loss in addition to the loss", Range(0, above=True))
+    cache: str | None = setting(
+        None,
+        "folder for the features of the teacher, computed once per sample from the central square of its image; "
+        '"workdir": in the work directory; None: the teacher encodes every batch as the student sees it',
+    )
+
+    def check(self) -> None:
+        """Check that there is a teacher if another setting needs it."""
+        if self.teacher is not None:
+            return
+        for name, default in (("weight", 1.0), ("cache", None)):
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"expected distill.teacher with distill.{name}={value!r}, got None; set it")

@@ -37,12 +37,7 @@ class Verification(NamedTuple):
 
 
 def write_manifest(folder: epath.Path, results: Mapping[str, float]) -> None:
-    """Write the manifest of a complete checkpoint.
-
-    Args:
-      folder: folder of the checkpoint.
-      results: results of the evaluation at its step, by name; empty without one.
-    """
+    """Write the manifest of a complete checkpoint, with the results of the evaluation at its step."""
     paths = _files(folder)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         checksums = threads.map(lambda path: _checksum(folder / path), paths)
@@ -54,16 +49,7 @@ def write_manifest(folder: epath.Path, results: Mapping[str, float]) -> None:
 
 
 def add_results(folder: epath.Path, results: Mapping[str, float]) -> None:
-    """Replace the results in the manifest of a checkpoint.
-
-    Args:
-      folder: folder of the checkpoint.
-      results: results of the evaluation at its step, by name.
-
-    Raises:
-      OSError: the manifest cannot be read or written.
-      ValueError: the manifest is damaged.
-    """
+    """Replace the results in the manifest of a checkpoint; raises `OSError` and, if it is damaged, `ValueError`."""
     _replace(folder, _read(folder)["files"], results)
 
 
@@ -79,9 +65,6 @@ def verify(folder: epath.Path) -> Verification:
     """Compare the files of a checkpoint with its manifest.
 
     Every process must call this function. Each verifies a share of the files, and all get the same result.
-
-    Args:
-      folder: folder of the checkpoint.
     """
     files: dict[str, Any] = {}
     paths: list[str] = []
@@ -110,31 +93,25 @@ def verify(folder: epath.Path) -> Verification:
 
 
 def _read(folder: epath.Path) -> dict[str, Any]:
-    """Read and check the manifest itself.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged.
-    """
+    """Read and check the manifest itself; raise `ValueError` if it is damaged."""
     path = folder / MANIFEST
     text = _read_bytes(path)
     manifest = parse_json(text, path)
     files, results = manifest.get("files"), manifest.get("results")
-    valid = isinstance(files, dict) and isinstance(results, dict) and all(map(_is_inside, files))
-    if not valid or not all(map(_is_file_entry, files.values())) or not all(map(_is_number, results.values())):
+    valid = isinstance(files, dict) and isinstance(results, dict)
+    if not valid or not all(map(_is_file, files.items())) or not all(map(_is_number, results.values())):
         raise ValueError(f"expected the manifest of a checkpoint, got {text[:40]!r}")
     if text != _format(files, results).encode():
         raise ValueError("expected a manifest with the checksum of its content, got another checksum")
     return manifest
 
 
-def _is_file_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether a path names no file outside of its folder."""
-    return "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+def _is_file(item: tuple[str, Any]) -> bool:
+    """Return whether an item describes a file inside of its folder."""
+    name, entry = item
+    inside = "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
+    types = isinstance(entry, dict) and (type(entry.get("size")), type(entry.get("sha256"))) == (int, str)
+    return inside and types
 
 
 def _is_number(value: Any) -> bool:
@@ -200,9 +177,7 @@ def _read_bytes(path: epath.Path) -> bytes:
 
 
 def _announced(folder: epath.Path) -> bool:
-    """Return whether a checkpoint must have a manifest.
-
-    It must, unless intact metadata of orbax lacks the announcement."""
+    """Return whether a checkpoint must have a manifest: unless intact metadata of orbax lacks the announcement."""
     try:
         metadata = parse_json(_read_bytes(folder / _METADATA), _METADATA)
         return (metadata.get("custom_metadata") or {}).get("manifest") is not None

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.runtime.file_io import LINES_BYTES, read_regular, replacing
 from infcl_jax.runtime.outputs import AppendFile, Outputs
-from infcl_jax.training.writers import Target, Writer, open_writer
+from infcl_jax.training.writers import WRITERS, Target, Writer
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -81,7 +82,9 @@ class MetricWriter:
         if path.exists():
             _repair(path, resume_step)
         target = Target(folder, resume_step, outputs, settings or {})
-        self._writers = [open_writer(name, target) for name in writers]
+        for name in writers:
+            check_choice("writer", name, tuple(WRITERS))
+            self._writers.append(WRITERS[name](target))
         self._lines = AppendFile(path, outputs)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -165,10 +168,7 @@ def _repair(path: Path, resume_step: int | None) -> None:
 
 
 def _parse(path: Path) -> list[tuple[dict[str, int | float], bytes]]:
-    """Parse a metrics file into (object, raw line) pairs.
-
-    An invalid last line is skipped. Any other invalid line raises `ValueError`.
-    """
+    """Parse a metrics file into (object, raw line) pairs, without an invalid last line."""
     lines = read_regular(path, LINES_BYTES).split(b"\n")
     if lines[-1] == b"":
         lines.pop()

@@ -1,15 +1,17 @@
-"""Training steps that are not finite: their stages, and updates that are skipped."""
+"""States and steps that are not finite: their arrays and stages, and updates that are skipped."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool
 
 from infcl_jax.training.ema import updated_ema
@@ -22,11 +24,7 @@ ON_NONFINITE = ("stop", "skip")
 
 
 def nonfinite_stages(metrics: Mapping[str, Any]) -> list[str]:
-    """List the stages of a step that are not finite, in order of computation.
-
-    Args:
-      metrics: metrics of a step from `make_train_step`, on the host.
-    """
+    """List the stages of the metrics of a step that are not finite, in order of computation."""
     return [stage for stage, finite in metrics["finite"].items() if not finite]
 
 
@@ -48,16 +46,9 @@ def check_finite(step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def state_stages(batch_stats: Any, rows: SampleState | None) -> dict[str, Bool[Array, ""]]:
-    """Check the new running statistics and sample state.
+    """Check the new running statistics and rows of the sample state, whose logarithms can be -inf.
 
     A finite loss does not imply that they are finite.
-
-    Args:
-      batch_stats: new running statistics of batch normalization; None if they do not change.
-      rows: new rows of the sample state; None without one. Their logarithms can be -inf.
-
-    Returns:
-      Scalar by stage.
     """
     stages = {}
     if batch_stats is not None:
@@ -75,11 +66,6 @@ def select_update(finite: Mapping[str, Bool[Array, ""]], updated: TrainState, st
     Otherwise parameters, optimizer state, moving averages and running statistics keep their values. `step` and the
     step count of the learning rate schedule always advance: the next step has another batch, other dropout keys and
     the learning rate of its own number. The caller leaves out the rows of the sample state, see `written_index`.
-
-    Args:
-      finite: scalar by stage.
-      updated: state after the update.
-      state: state before the update.
     """
     all_finite = _conjunction(finite.values())
     keep = functools.partial(jax.tree.map, functools.partial(_select, all_finite), is_leaf=_is_schedule)
@@ -96,10 +82,6 @@ def written_index(finite: Mapping[str, Bool[Array, ""]], index: Array) -> Array:
     """Replace the sample indices of a step that is not finite by -1.
 
     The sample state drops rows with index -1. A select over the whole state would copy it.
-
-    Args:
-      finite: scalar by stage.
-      index: int `[b]`.
     """
     return jnp.where(_conjunction(finite.values()), index, jnp.full_like(index, -1))
 
@@ -123,3 +105,34 @@ def _is_schedule(node: Any) -> bool:
 
 def _select(finite: Bool[Array, ""], new: Any, old: Any) -> Any:
     return new if _is_schedule(new) else jnp.where(finite, new, old)
+
+
+def first_nonfinite_norm(tree: Any) -> str | None:
+    """Return the first array whose norm is not finite, such as "params/visual/kernel"; integers are ignored.
+
+    The fp32 norm is NaN or infinite if an entry is, or if an entry exceeds 1.8e19, whose square overflows. A model with
+    such parameters has no finite loss. One compiled reduction over all arrays; all processes must call this function.
+    """
+    leaves = [
+        (path, leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    ]
+    if not leaves:
+        return None
+    sharding = getattr(leaves[0][1], "sharding", None)
+    # Replicated, so that every process can read the flags.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    finite = np.asarray(_reduction(replicated)([leaf for _, leaf in leaves]))
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return next((name for name, ok in zip(names, finite, strict=True) if not ok), None)
+
+
+@functools.cache
+def _reduction(sharding: Sharding | None) -> Callable[[list[jax.Array]], jax.Array]:
+    """Compile the tests of all arrays into one program."""
+
+    def finite_norms(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.isfinite(jnp.square(a.astype(jnp.float32)).sum()) for a in arrays])
+
+    return jax.jit(finite_norms, out_shardings=sharding)

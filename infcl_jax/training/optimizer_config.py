@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from infcl_jax.schema import Range, Section, setting
-from infcl_jax.training.rules import Rules, check_rules
+from infcl_jax.training.rules import Rules, check_pairs
 
 SCHEDULES = ("cosine", "linear", "rsqrt", "constant")
 WARMUP_STARTS = ("zero", "one_step")
@@ -23,14 +23,6 @@ _MIN_FACTORED_SIZE = 32
 
 def _adam(config: "OptimizerConfig") -> optax.GradientTransformation:
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-
-
-def _lion(config: "OptimizerConfig") -> optax.GradientTransformation:
-    return optax.scale_by_lion(config.beta1, config.beta2)
-
-
-def _sgd(config: "OptimizerConfig") -> optax.GradientTransformation:
-    return optax.trace(config.beta1)
 
 
 def _adafactor(config: "OptimizerConfig") -> optax.GradientTransformation:
@@ -62,8 +54,8 @@ def _bfloat16_mean(decay: float) -> optax.GradientTransformation:
 OPTIMIZERS: dict[str, Callable[["OptimizerConfig"], optax.GradientTransformation]] = {
     "adamw": _adam,
     "lamb": _adam,
-    "lion": _lion,
-    "sgd": _sgd,
+    "lion": lambda config: optax.scale_by_lion(config.beta1, config.beta2),
+    "sgd": lambda config: optax.trace(config.beta1),
     "adafactor": _adafactor,
 }
 
@@ -166,4 +158,4 @@ class OptimizerConfig(Section, prefix="optimizer.", shapes=True):
     def check(self) -> None:
         """Check the rules."""
         for name in ("learning_rate_rules", "weight_decay_rules"):
-            check_rules(f"optimizer.{name}", getattr(self, name) or ())
+            check_pairs(f"optimizer.{name}", getattr(self, name) or (), "a number >= 0", lambda value: value >= 0)

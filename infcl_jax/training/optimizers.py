@@ -1,20 +1,17 @@
 """Optimizers by name, with schedules, weight decay and per-parameter rules."""
 
 import operator
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from infcl_jax.models import TOWERS
+from infcl_jax.models.depth import distances_to_output
 from infcl_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig
-from infcl_jax.training.rules import (
-    check_layer_decay,
-    check_matches,
-    layer_decay_factors,
-    parameter_names,
-    values_by_rules,
-)
+from infcl_jax.training.rules import layer_decay_factors, parameter_names, values_by_rules
 from infcl_jax.training.schedules import learning_rate_schedule
 
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
@@ -55,9 +52,17 @@ def check_optimizer(config: OptimizerConfig, params: Any) -> None:
     Raises:
       ValueError: a rule matches no parameter, or a tower with layer decay has no layers.
     """
-    for name in ("learning_rate_rules", "weight_decay_rules"):
-        check_matches(f"optimizer.{name}", getattr(config, name) or (), params)
-    check_layer_decay(config.layer_decay, params)
+    names = jax.tree.leaves(parameter_names(params))
+    for setting in ("learning_rate_rules", "weight_decay_rules"):
+        for pattern, _ in getattr(config, setting) or ():
+            if not any(re.fullmatch(pattern, name) for name in names):
+                raise ValueError(
+                    f"expected every rule of optimizer.{setting} to match a parameter, got {pattern!r}, which matches "
+                    "none"
+                )
+    for (name, subtree), decay in zip(TOWERS.items(), config.layer_decay, strict=True):
+        if decay < 1 and not any(distances_to_output(jax.tree.leaves(parameter_names(params[subtree]))).values()):
+            raise ValueError(f"expected layers in the {name} tower with optimizer.layer_decay={decay}, got none; set 1")
 
 
 def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -70,11 +75,7 @@ def _trust_ratio(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def decay_factors(config: OptimizerConfig, params: Any) -> Any:
-    """Compute the weight decay factor of each parameter.
-
-    Raises:
-      ValueError: a parameter matches no rule.
-    """
+    """Compute the weight decay factor of each parameter; raise `ValueError` if one matches no rule."""
     if config.weight_decay_rules:
         return values_by_rules("optimizer.weight_decay_rules", config.weight_decay_rules, params)
     # OpenCLIP stores the probe as [1, 1, width], so that it decays like a matrix.

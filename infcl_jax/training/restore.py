@@ -69,11 +69,7 @@ def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int 
 
 @contextlib.contextmanager
 def readable(path: epath.Path) -> Iterator[None]:
-    """Raise `ValueError` in one line if orbax cannot read a checkpoint without a manifest.
-
-    Args:
-      path: folder of the checkpoint.
-    """
+    """Raise `ValueError` in one line if orbax cannot read a checkpoint without a manifest."""
     try:
         yield
     except (OSError, jax.errors.JaxRuntimeError):  # have their own messages

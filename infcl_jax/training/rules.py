@@ -23,17 +23,9 @@ def parameter_names(params: Any) -> Any:
 
 
 def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
-    """Map each parameter to the value of its first matching rule.
+    """Map each parameter to the value of the first rule whose regular expression matches its whole name.
 
-    A rule matches if its regular expression matches the whole name of the parameter.
-
-    Args:
-      name: name of the setting, for error messages.
-      rules: ordered rules such as `(("visual/.*", 0.1), (".*", 1.0))`.
-      params: tree of parameters.
-
-    Raises:
-      ValueError: a parameter matches no rule.
+    `name` is the setting that has the rules. Raises `ValueError` for a parameter without a rule.
     """
 
     def value_of(parameter: str) -> float:
@@ -45,19 +37,10 @@ def values_by_rules(name: str, rules: Rules, params: Any) -> Any:
     return jax.tree.map(value_of, parameter_names(params))
 
 
-def check_rules(name: str, rules: Rules) -> None:
-    """Raise `ValueError` unless rules pair regular expressions with numbers >= 0."""
-    check_pairs(name, rules, "a number >= 0", lambda value: value >= 0)
-
-
 def check_pairs(name: str, rules: Sequence[tuple[str, Any]], kind: str, is_valid: Callable[[Any], bool]) -> None:
     """Raise `ValueError` unless rules pair regular expressions with valid values.
 
-    Args:
-      name: name of the setting, for the error message.
-      rules: pairs to check.
-      kind: description of a valid value, for the error message.
-      is_valid: check of a value; it may raise `TypeError` or `ValueError`.
+    `name` is the setting and `kind` describes a valid value. `is_valid` may raise `TypeError` or `ValueError`.
     """
     for rule in rules:
         try:
@@ -70,32 +53,13 @@ def check_pairs(name: str, rules: Sequence[tuple[str, Any]], kind: str, is_valid
             raise ValueError(f"expected {name} to be pairs of a regular expression and {kind}, got {rule!r}")
 
 
-def check_matches(name: str, rules: Rules, params: Any) -> None:
-    """Raise `ValueError` unless every rule matches a parameter.
-
-    Args:
-      name: name of the setting, for error messages.
-      rules: see `values_by_rules`.
-      params: tree of all parameters of the model, frozen ones included.
-    """
-    names = jax.tree.leaves(parameter_names(params))
-    for pattern, _ in rules:
-        if not any(re.fullmatch(pattern, parameter) for parameter in names):
-            raise ValueError(f"expected every rule of {name} to match a parameter, got {pattern!r}, which matches none")
-
-
 def layer_decay_factors(decays: Sequence[float], params: Any) -> Any:
     """Map each parameter to its factor of the learning rate under layer-wise decay.
 
     The factor is `decay^(L + 1 - l)` for layer l of a tower with L layers. Everything before the first layer, such as
     embeddings, has l = 0. The LayerNorm after the last layer has l = L, as in timm's `param_groups_layer_decay`.
-    Projections, pooling heads, logit scale and bias have l = L + 1, so their factor is 1.
-
-    Args:
-      decays: decay of the image and of the text tower; 1: none.
-      params: parameters of `CLIP`. Towers or lower layers that are frozen can be absent.
-
-    Sources: Clark et al. 2020 (ELECTRA), Bao et al. 2022 (BEiT).
+    Projections, pooling heads, logit scale and bias have l = L + 1, so their factor is 1. Frozen towers and layers
+    can be absent. Clark et al. 2020 (ELECTRA), Bao et al. 2022 (BEiT).
     """
     names = parameter_names(params)
     factors = jax.tree.map(lambda _: 1.0, names)
@@ -107,15 +71,3 @@ def layer_decay_factors(decays: Sequence[float], params: Any) -> Any:
                 lambda name, distances=distances, decay=decay: decay ** distances[name], tower
             )
     return factors
-
-
-def check_layer_decay(decays: Sequence[float], params: Any) -> None:
-    """Raise `ValueError` unless every tower with a decay below 1 has layers.
-
-    Args:
-      decays: see `layer_decay_factors`.
-      params: all parameters of the model, frozen ones included.
-    """
-    for (name, subtree), decay in zip(TOWERS.items(), decays, strict=True):
-        if decay < 1 and not any(distances_to_output(jax.tree.leaves(parameter_names(params[subtree]))).values()):
-            raise ValueError(f"expected layers in the {name} tower with optimizer.layer_decay={decay}, got none; set 1")

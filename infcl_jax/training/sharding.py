@@ -13,16 +13,10 @@ MIN_SIZE = 1 << 14
 
 
 def sharded_axis(shape: Sequence[int], devices: int, parameter_sharding: str) -> int | None:
-    """Choose the axis along which to shard an array.
+    """Choose the axis along which to shard an array over n devices; None for a replicated array.
 
-    Args:
-      shape: shape of the array.
-      devices: number of devices n.
-      parameter_sharding: "replicated", or "fsdp" (ZeRO, Rajbhandari et al. 2020). "fsdp" shards arrays of at least
-        `MIN_SIZE` elements along their largest axis that n divides.
-
-    Returns:
-      The axis, or None for a replicated array.
+    "fsdp" (ZeRO, Rajbhandari et al. 2020) shards arrays of at least `MIN_SIZE` elements along their largest axis that n
+    divides.
     """
     divisible = [axis for axis, size in enumerate(shape) if size % devices == 0]
     if parameter_sharding == "replicated" or devices == 1 or not divisible or math.prod(shape) < MIN_SIZE:
@@ -45,10 +39,7 @@ def shardings(tree: Any, mesh: Mesh, parameter_sharding: str) -> Any:
 
 
 def constrain(tree: Any, mesh: Mesh | None, parameter_sharding: str) -> Any:
-    """Constrain a tree to its `shardings` inside jit.
-
-    Without a mesh, the tree is returned unchanged.
-    """
+    """Constrain a tree to its `shardings` inside jit, if there is a mesh."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, parameter_sharding))

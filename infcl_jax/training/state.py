@@ -149,19 +149,7 @@ class StateInit:
         unlocked_groups: UnlockedGroups = ALL_LOCKED,
         ema: EMAConfig | None = None,
     ) -> "StateInit":
-        """Return the initialization of a state on a mesh.
-
-        Args:
-          model: Flax module.
-          tx: optimizer.
-          rows: shapes of the inputs of the model, see `infcl_jax.models.clip.row_shapes`.
-          seed: seed of the initial parameters.
-          mesh: devices that hold the state.
-          parameter_sharding: see `create_state`, as for the other arguments and the errors.
-          frozen: towers to freeze.
-          unlocked_groups: trained groups of the frozen towers.
-          ema: moving averages.
-        """
+        """Return the initialization of a state on a mesh for inputs of the shapes `rows`; see `create_state`."""
         check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
         check_frozen(frozen, unlocked_groups)
 

@@ -30,23 +30,14 @@ TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]
 
 
 class Auxiliary(NamedTuple):
-    """Auxiliary outputs of the loss: metrics and new state.
-
-    Attributes:
-      logit_scale: scalar for the metrics, see `infcl_jax.losses.LossOutput`.
-      finite: scalar for each tower, whether its features are finite. The features themselves would stay in memory.
-      extra_positives: scalar for the metrics, see `infcl_jax.losses.LossOutput`; None without ids.
-      distillation: scalar for the metrics, see `infcl_jax.losses.LossOutput`; None without a teacher.
-      samples: sample index `[b]` and new sample state of each row; None for losses without sample state.
-      batch_stats: new running statistics of batch normalization; None if they do not change.
-    """
+    """Auxiliary outputs of the loss: metrics and new state; see `infcl_jax.losses.LossOutput`."""
 
     logit_scale: jax.Array
-    finite: dict[str, jax.Array]
+    finite: dict[str, jax.Array]  # of the features of each tower, which themselves would stay in memory
     extra_positives: jax.Array | None = None
     distillation: jax.Array | None = None
-    samples: tuple[jax.Array, SampleState] | None = None
-    batch_stats: Any = None
+    samples: tuple[jax.Array, SampleState] | None = None  # sample index `[b]`, and new sample state of each row
+    batch_stats: Any = None  # new running statistics of batch normalization; None if they do not change
 
 
 # (state, batch, dropout key) -> ((loss, auxiliary outputs), gradients of the trained parameters)
@@ -166,16 +157,7 @@ def make_train_step(
 
 
 def evaluate_loss(loss_fn: Loss, output: Any, inputs: Mapping[str, Any]) -> tuple[jax.Array, Auxiliary]:
-    """Evaluate the loss and its auxiliary outputs.
-
-    Args:
-      loss_fn: loss from `make_loss`.
-      output: `CLIPOutput` or `TextPairOutput` for the global batch.
-      inputs: mapping with the entries of `loss_inputs`; other entries are ignored.
-
-    Returns:
-      The scalar loss and its auxiliary outputs.
-    """
+    """Evaluate the loss of a model output for the global batch, with inputs from `loss_inputs`."""
     finite = {name: jnp.isfinite(getattr(output, name)).all() for name in output._fields[:2]}
     result = loss_fn(output, **{name: inputs[name] for name in loss_fn.batch_inputs})
     samples = None if result.rows is None else (inputs["index"], result.rows)
@@ -184,32 +166,15 @@ def evaluate_loss(loss_fn: Loss, output: Any, inputs: Mapping[str, Any]) -> tupl
 
 
 def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect what the loss reads besides the model output.
-
-    Args:
-      loss_fn: loss from `make_loss`.
-      state: train state, with `samples` for losses with sample state.
-      batch: batch of the step, with `"index"` for losses with sample state: int `[b]`, the sample index of each pair;
-        with `"ids"` for positives by id: int32 `[b, 2]`; with `"passage_mask"` for text retrieval; with
-        `"teacher_image"` and `"teacher_text"` for distillation: features `[b, Dt]` of the teacher.
-
-    Returns:
-      Inputs by name: sample indices, sample state and step, ids, mask of passages, a teacher's features, or nothing.
-
-    Raises:
-      ValueError: an input is not in the state or the batch.
-    """
-    available = {name: batch.get(name) for name in ("index", "ids", "passage_mask", *TEACHER_INPUTS)}
-    available |= {"samples": state.samples, "step": state.step}
-    inputs = {name: available[name] for name in loss_fn.batch_inputs}
-    if any(inputs.get(name, 0) is None for name in SAMPLE_INPUTS):
-        raise ValueError(f"expected a state with samples and a batch with an index for {loss_fn.name}, got none")
-    if inputs.get("ids", 0) is None:
-        raise ValueError(f"expected a batch with ids for positives={loss_fn.targets.positives!r}, got none")
-    if inputs.get("passage_mask", 0) is None:
-        raise ValueError(f"expected a batch with passage_mask for {loss_fn.name}, got none")
-    if any(inputs.get(name, 0) is None for name in TEACHER_INPUTS):
-        raise ValueError("expected a batch with the features of the teacher for distillation, got none")
+    """Collect what the loss reads besides the model output; raise `ValueError` if the state or the batch lacks it."""
+    available = {**batch, "samples": state.samples, "step": state.step}
+    inputs = {name: available.get(name) for name in loss_fn.batch_inputs}
+    wanted = dict.fromkeys(SAMPLE_INPUTS, f"a state with samples and a batch with an index for {loss_fn.name}")
+    wanted["ids"] = f"a batch with ids for positives={loss_fn.targets.positives!r}"
+    wanted["passage_mask"] = f"a batch with passage_mask for {loss_fn.name}"
+    wanted |= dict.fromkeys(TEACHER_INPUTS, "a batch with the features of the teacher for distillation")
+    if missing := [name for name in wanted if inputs.get(name, 0) is None]:
+        raise ValueError(f"expected {wanted[missing[0]]}, got none")
     return inputs
 
 
@@ -294,17 +259,9 @@ def model_output(features: Mapping[str, jax.Array], scale: jax.Array, bias: jax.
 
 
 def encode_rows(model: nn.Module, name: str, rows: Any, frozen: bool) -> jax.Array:
-    """Encode images or texts in training mode.
+    """Encode images, `ColorBatch` or texts in training mode; `PrecomputedFeatures` are returned as they are.
 
-    Args:
-      model: a `CLIP` module, bound to its variables.
-      name: encoder, such as "image" or "query".
-      rows: images, `ColorBatch` or texts `[b, ...]`; `PrecomputedFeatures` are returned as they are.
-      frozen: whether the tower is frozen. XLA then compiles it apart from the loss, so that its features have the same
-        bits as precomputed ones.
-
-    Returns:
-      Features `[b, D]`.
+    XLA compiles a frozen tower apart from the loss, so that its features have the same bits as precomputed ones.
     """
     if isinstance(rows, PrecomputedFeatures):
         return rows.features

@@ -1,6 +1,5 @@
 """Features of a frozen teacher for the batches of a training step."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -8,135 +7,90 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infcl_jax.grad_cache.chunks import CachedEncoder, Devices, leading_rows
+from infcl_jax.grad_cache.device import encode_batch
 from infcl_jax.models import CLIP, TOWERS
 from infcl_jax.models.clip import normalize_image
 from infcl_jax.ops.color import adjusted
 from infcl_jax.runtime.mesh import replicate
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
+from infcl_jax.training.grad_cache import GradCacheConfig
 from infcl_jax.training.state import TrainState
 from infcl_jax.training.step import Metrics, TrainStep
 
+# {"image", "text"} of a batch -> features of both
+Encode = Callable[[Mapping[str, Any]], dict[str, Any]]
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TeacherTowers:
-    """Towers of a teacher on the devices of a run.
 
-    The teacher sees the pixels of the student, after augmentation. Images of another size than its own are resized on
-    the device (bicubic, antialiased). Features have no gradient, so their activations are freed layer by layer.
+def with_teacher(step: TrainStep, model: CLIP, variables: Any, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
+    """Return a step that adds the features of a teacher to its batch.
 
-    Attributes:
+    The teacher sees the pixels of the student, after augmentation, in the chunks of gradient caching. Images of another
+    size than its own are resized on the device (bicubic, antialiased). It reads "teacher_text", its own token ids, or
+    else "text". Features have no gradient, so their activations are freed layer by layer.
+
+    Args:
+      step: training step with the loss of distillation.
       model: teacher.
       variables: its variables on the host.
       mesh: devices over which the batch is sharded.
-      chunk_size: pairs encoded at once, over all devices; None: the whole batch.
-      on_device: whether batches are on the devices; otherwise they are this process's NumPy arrays.
+      cache: gradient caching of the step.
     """
 
-    model: CLIP
-    variables: Any
-    mesh: Mesh
-    chunk_size: int | None = None
-    on_device: bool = True
+    @functools.cache
+    def encoder() -> Encode:  # at the first step: a finished run needs no variables on the devices
+        create = _device_encoder if cache.residency == "device" else _host_encoder
+        return create(model, variables, mesh, cache.chunk_size)
 
-    def with_features(self, step: TrainStep) -> TrainStep:
-        """Return a step that adds the teacher's features to its batch.
+    def distilled(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+        features = encoder()({"image": batch["image"], "text": batch.get("teacher_text", batch["text"])})
+        return step(state, {**batch, **{f"teacher_{name}": rows for name, rows in features.items()}})
 
-        A batch may have "teacher_text", the teacher's token ids; otherwise the teacher reads "text".
-        """
+    return distilled
 
-        @functools.cache
-        def encoder() -> Callable:  # at the first step: a finished run needs no variables on the devices
-            return self._encode_on_devices() if self.on_device else self._encode_from_host()
 
-        def distilled(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-            image, text = encoder()(batch["image"], batch.get("teacher_text", batch["text"]))
-            return step(state, {**batch, "teacher_image": image, "teacher_text": text})
+def _device_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | None) -> Encode:
+    """Make one compiled function of a batch on the devices."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    devices = Devices(None if mesh.size == 1 else sharding)
 
-        return distilled
+    def tower(name: str, variables: Any, entry: Any) -> jax.Array:
+        def encode(params: Any, chunk: Any, key: jax.Array | None) -> jax.Array:
+            return encode_tower(model, params[1], name, chunk)
 
-    def _encode_on_devices(self) -> Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]:
-        """Make one compiled function of a batch."""
-        variables = replicate(self.mesh, self.variables)
-        rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        rows = leading_rows(name, entry)
+        encoder = CachedEncoder(name, 0, encode, min(rows, chunk_size or rows), keep=0, keep_names=(), frozen=True)
+        return encode_batch(encoder, devices, (), entry, None, variables)
 
-        @functools.partial(jax.jit, out_shardings=rows)
-        def encode(variables: Any, image: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                images = self._in_chunks(functools.partial(encode_tower, self.model, variables, "image"), image)
-                texts = self._in_chunks(functools.partial(encode_tower, self.model, variables, "text"), text)
-            return images, texts
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def encode(variables: Any, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        return {name: tower(name, variables, entry) for name, entry in batch.items()}
 
-        return functools.partial(encode, variables)
+    return functools.partial(encode, replicate(mesh, variables))
 
-    def _in_chunks(self, encode: Callable[[Any], jax.Array], rows: Any) -> jax.Array:
-        """Encode a sharded batch chunk by chunk.
 
-        A chunk has the same rows of every device's block.
-        """
-        devices, axes = self.mesh.size, self.mesh.axis_names
-        block = len(jax.tree.leaves(rows)[0]) // devices
-        shard = block if self.chunk_size is None else min(block, self.chunk_size // devices)
-        if shard == block:
-            return encode(rows)
-        chunks, rest = divmod(block, shard)
+def _host_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | None) -> Encode:
+    """Make a function that passes this process's rows to the devices chunk by chunk."""
+    devices = mesh.local_devices
 
-        def split(array: jax.Array) -> jax.Array:
-            """Reshape to [chunks, devices * shard, ...] without communication."""
-            array = array.reshape(devices, block, *array.shape[1:])[:, : chunks * shard]
-            array = jnp.moveaxis(array.reshape(devices, chunks, shard, *array.shape[2:]), 1, 0)
-            array = array.reshape(chunks, devices * shard, *array.shape[3:])
-            return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(None, axes)))
+    def apply(variables: Any, rows: Any, method: str) -> jax.Array:
+        return encode_tower(model, variables, method.removeprefix("encode_"), rows)
 
-        def last(array: jax.Array) -> jax.Array:
-            array = array.reshape(devices, block, *array.shape[1:])[:, chunks * shard :]
-            array = array.reshape(devices * rest, *array.shape[2:])
-            return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(axes)))
+    encoders = {name: frozen_encoder(apply, tower_variables(variables, name), name, devices) for name in TOWERS}
 
-        features = lax.map(encode, jax.tree.map(split, rows))
-        blocks = jnp.moveaxis(features.reshape(chunks, devices, shard, -1), 1, 0).reshape(devices, chunks * shard, -1)
-        if rest:
-            tail = encode(jax.tree.map(last, rows)).reshape(devices, rest, -1)
-            blocks = jnp.concatenate([blocks, tail], axis=1)
-        return blocks.reshape(devices * block, -1)
+    def tower(name: str, entry: Any) -> np.ndarray:
+        count = leading_rows(name, entry)
+        rows = count if chunk_size is None else chunk_size // mesh.size * len(devices)
+        chunks = [jax.tree.map(lambda a, i=i: a[i : i + rows], entry) for i in range(0, count, rows)]
+        return np.concatenate([encoders[name](chunk) for chunk in chunks])
 
-    def _encode_from_host(self) -> Callable[[Any, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Make a function that passes this process's rows to the devices chunk by chunk."""
-        devices, scope = self.mesh.local_devices, self.mesh.size
-
-        def apply(variables: Any, rows: Any, method: str) -> jax.Array:
-            return encode_tower(self.model, variables, method.removeprefix("encode_"), rows)
-
-        encoders = {
-            name: frozen_encoder(apply, tower_variables(self.variables, name), name, devices) for name in TOWERS
-        }
-
-        def encode(image: Any, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            rows = len(text) if self.chunk_size is None else self.chunk_size // scope * len(devices)
-
-            def tower(name: str, entry: Any) -> np.ndarray:
-                chunks = [jax.tree.map(lambda a, i=i: a[i : i + rows], entry) for i in range(0, len(text), rows)]
-                return np.concatenate([encoders[name](chunk) for chunk in chunks])
-
-            return tower("image", image), tower("text", text)
-
-        return encode
+    return lambda batch: {name: tower(name, entry) for name, entry in batch.items()}
 
 
 def encode_tower(model: CLIP, variables: Any, name: str, rows: Any) -> jax.Array:
-    """Encode images or texts of another model's batch.
-
-    Args:
-      model: teacher.
-      variables: its variables.
-      name: tower, "image" or "text".
-      rows: uint8 images `[b, S, S, 3]` of any side, `ColorBatch`, or token ids `[b, L]`.
-
-    Returns:
-      `[b, Dt]`, L2-normalized, in the model's feature dtype.
-    """
+    """Encode images of any side, `ColorBatch` or token ids of another model's batch as `[b, Dt]`, L2-normalized."""
     if name == "text":
         return cast(jax.Array, model.apply(variables, rows, method="encode_text"))
     pixels, side = adjusted(rows), model.visual.image_size  # type: ignore[attr-defined]

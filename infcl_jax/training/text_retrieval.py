@@ -75,12 +75,7 @@ class RetrievalLoss(Loss):
     inputs: ClassVar[tuple[str, ...]] = ("passage_mask",)
 
     def __call__(self, output: Any, **inputs: Any) -> LossOutput:
-        """Compute the loss of a `TextPairOutput` for the global batch.
-
-        Args:
-          output: features of b queries and b * p passages.
-          **inputs: `passage_mask`, bool [b * p], False for padding of queries with fewer than p passages.
-        """
+        """Compute the loss of b queries and b * p passages; `passage_mask` [b * p] is False for padding."""
         queries, passages = output.query.shape[0], output.passage.shape[0]
         value = retrieval_loss(
             output.query,

@@ -28,12 +28,7 @@ class WandbRun:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], settings: Mapping[str, Any], outputs: Outputs) -> None:
-        """Start or continue the W&B run.
-
-        Args:
-          workdir: directory of the run; its folder `wandb` has W&B's files.
-          settings: settings of the run.
-          outputs: handling of write errors.
+        """Start or continue the W&B run; its folder `wandb` in the work directory has W&B's files.
 
         Raises:
           ImportError: wandb is not installed.
@@ -79,11 +74,7 @@ class WandbRun:
         self._attempt(log)
 
     def close(self, failed: bool = False) -> None:
-        """Upload what waits and end the W&B run.
-
-        Args:
-          failed: whether an error ends the run, which W&B then shows as failed.
-        """
+        """Upload what waits and end the W&B run, which shows whether an error ends it."""
         self._attempt(lambda: self._run.finish(exit_code=int(failed)))
 
     def _attempt(self, call: Callable[[], object]) -> None:
@@ -99,11 +90,8 @@ class WandbRun:
 def check_login() -> None:
     """Check that W&B has a login, unless it records offline.
 
-    A terminal is asked for the API key. An unreachable server is no error, see `WandbRun`.
-
-    Raises:
-      ImportError: wandb is not installed.
-      ValueError: there is no login.
+    A terminal is asked for the API key. An unreachable server is no error, see `WandbRun`. Raises `ImportError` without
+    wandb, and `ValueError` without a login.
     """
     wandb = _import_wandb()
     if os.environ.get("WANDB_MODE", "online") in _WITHOUT_LOGIN:

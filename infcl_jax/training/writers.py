@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.runtime.outputs import AppendFile, Outputs, lines_until
-from infcl_jax.training.tensorboard import EventFile
 from infcl_jax.training.wandb_run import WandbRun, check_login
 
 CSV_FILE = "metrics.csv"
@@ -71,13 +72,10 @@ class Target:
 
 
 class CsvFile:
-    """Append scalars to `workdir/metrics.csv`, one row for each.
+    """Append scalars to `workdir/metrics.csv`, one row for each: step, time (Unix time in seconds), name and value.
 
-    The columns are step, time (Unix time in seconds), name and value. Rows of one value need no columns known in
-    advance, so the file is only appended to.
-
-    Examples:
-      pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")
+    Rows of one value need no columns known in advance, so the file is only appended to. In pandas,
+    `pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")` has a column for each.
     """
 
     def __init__(self, target: Target) -> None:
@@ -96,45 +94,61 @@ class CsvFile:
         self._file.close()
 
 
-def _open_tensorboard(target: Target) -> Writer:
-    return EventFile(target.workdir / "tensorboard", target.resume_step, target.outputs)
+class EventFile:
+    """Append scalars to a new event file, as `tensorboardX.SummaryWriter` would.
 
+    That class writes in a thread, which ends at the first error of the disk; from the eleventh event on, the training
+    loop would then wait forever. Here every write is synchronous, and errors are those of `AppendFile`.
+    """
 
-def _open_wandb(target: Target) -> Writer:
-    return WandbRun(target.workdir, target.settings, target.outputs)
+    def __init__(self, target: Target) -> None:
+        """Create the file; without tensorboardX, raise `ImportError`."""
+        try:
+            from tensorboardX import record_writer, summary
+            from tensorboardX.proto import event_pb2
+        except ImportError as error:
+            raise ImportError(
+                "expected tensorboardX for the writer 'tensorboard', found none; pip install tensorboardX, or remove "
+                "it from writers"
+            ) from error
+        self._event, self._scalar, self._checksum = event_pb2.Event, summary.scalar, record_writer.masked_crc32c
+        header = [self._event(wall_time=time.time(), file_version="brain.Event:2")]
+        if target.resume_step is not None:  # TensorBoard hides events from this step on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            header.append(self._event(wall_time=time.time(), step=target.resume_step + 1, session_log=start))
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        path = target.workdir / "tensorboard" / name
+        self._file = AppendFile(path, target.outputs, header=b"".join(map(self._record, header)))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append the scalars of a step; see `Writer.write`."""
+        now = time.time()
+        events = [self._event(wall_time=now, step=step, summary=self._scalar(name, v)) for name, v in scalars.items()]
+        self._file.write(b"".join(map(self._record, events)))
+
+    def close(self, failed: bool = False) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _record(self, event: Any) -> bytes:
+        """Encode an event as a TFRecord: length, its checksum, data, checksum."""
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = (struct.pack("<I", self._checksum(content)) for content in (length, data))
+        return length + next(checksums) + data + next(checksums)
 
 
 WRITERS: dict[str, Callable[[Target], Writer]] = {
     "csv": CsvFile,
-    "tensorboard": _open_tensorboard,
-    "wandb": _open_wandb,
+    "tensorboard": EventFile,
+    "wandb": lambda target: WandbRun(target.workdir, target.settings, target.outputs),
 }
 
 
 def check_writers(names: Collection[str]) -> None:
-    """Check the logins of writers, before a run prepares its data.
-
-    Raises:
-      ImportError: the package of a writer is not installed.
-      ValueError: Weights & Biases has no login.
-    """
+    """Check the logins of writers, before a run prepares its data; see `check_login`."""
     if "wandb" in names:
         check_login()
-
-
-def open_writer(name: str, target: Target) -> Writer:
-    """Open a writer by name.
-
-    Args:
-      name: key of `WRITERS`.
-      target: run whose metrics are written.
-
-    Raises:
-      ImportError: its package is not installed.
-      ValueError: the name is unknown, or Weights & Biases refuses the login.
-    """
-    check_choice("writer", name, tuple(WRITERS))
-    return WRITERS[name](target)
 
 
 def _rows(rows: list[tuple[Any, ...]]) -> bytes:

@@ -28,23 +28,14 @@ _ROUNDING_FACTOR = 10
 
 @dataclasses.dataclass(frozen=True)
 class SetUp:
-    """The set-up under test.
-
-    Attributes:
-      function: `(params, batch) -> (loss, grads)`, or `(params, batch, rng)`.
-      params: parameters, as given.
-      batch: batch, as given.
-      takes_rng: whether `function` takes a key.
-      rng: random key; None: none.
-      sharding: sharding of the rows of further batches; None: one device.
-    """
+    """The set-up under test: `function(params, batch)`, or `function(params, batch, rng)` if it takes a key."""
 
     function: Callable[..., tuple[Any, Any]]
     params: Any
     batch: Mapping[str, Any]
     takes_rng: bool
     rng: Array | None
-    sharding: NamedSharding | None
+    sharding: NamedSharding | None  # of the rows of further batches
 
     def __call__(self) -> tuple[Any, Any]:
         """Compute the loss and its gradients."""
@@ -69,15 +60,7 @@ class SetUp:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Loss and gradients of a set-up with their errors.
-
-    Attributes:
-      loss: loss.
-      loss_error: relative error of the loss.
-      groups: errors of the gradients by group.
-      grads: gradients by group.
-      rtol: largest accepted error.
-    """
+    """Loss and gradients of a set-up by group, with their relative errors and the largest accepted one."""
 
     loss: float
     loss_error: float
@@ -119,16 +102,15 @@ def find_causes(
     frozen: Collection[str],
     rtol: float,
 ) -> tuple[tuple[Cause, ...], tuple[str, ...]]:
-    """Name the cause of an error.
+    """Name the cause of an error, and notes.
 
-    Returns:
-      The causes and notes. Without a cause, the note says why the difference is not an error.
+    Without a cause, the note says why the difference is not an error.
     """
     if problem.rng is not None:
         problem = dataclasses.replace(problem, rng=None)
         without, without_expected = _without_rng(problem, set_up, frozen, rtol)
         if without is None:
-            return (_unknown(set_up, measured),), ("an encoder needs a key, so no cause was looked for",)
+            return (_unknown(set_up),), ("an encoder needs a key, so no cause was looked for",)
         if without.ok:
             return _random_cause(set_up)
         set_up, measured, expected = dataclasses.replace(set_up, rng=None), without, without_expected
@@ -137,7 +119,7 @@ def find_causes(
     exact = _in_float64(set_up, expected, frozen, rtol)
     if exact is not None and exact.ok:
         text = f"the largest error falls from {measured.largest_error:.1e} to {exact.largest_error:.1e} in float64"
-        return (Cause("low_precision", f"{text}; raise the precision of parameters, features or sums, or rtol"),), ()
+        return (_low_precision(text),), ()
     measured = exact or measured
     # A set-up that casts to fp32 stays in fp32. Only errors above its rounding tell which groups are wrong.
     undivided = Measured.compare(*problem.value_and_grad(narrow=True), expected, frozen, rtol).largest_error
@@ -147,7 +129,7 @@ def find_causes(
             f"the largest error, {measured.largest_error:.1e}, is due to rounding: without float64, the undivided loss "
             f"has an error of {undivided:.1e}"
         )
-        return (Cause("low_precision", f"{text}; raise the precision of parameters, features or sums, or rtol"),), ()
+        return (_low_precision(text),), ()
     if rtol < rounding < _SLOPE_RTOL:
         rtol, measured = rounding, dataclasses.replace(measured, rtol=rounding)
     cause = _scaled(problem, set_up, measured, frozen, rtol) or _other_rows(problem, measured, expected, rtol)
@@ -161,7 +143,7 @@ def find_causes(
         text = f"the program computes in bf16, fp16 or fp8, with an error of {measured.largest_error:.1e}"
         cause = Cause("low_precision", f"{text}; raise the precision of features or sums, or rtol")
     if cause is None:
-        cause = _unknown(set_up, measured)
+        cause = _unknown(set_up)
     return (cause,), ()
 
 
@@ -307,18 +289,21 @@ def _mistakes(problem: Problem) -> Iterator[tuple[str, str, Any]]:
             yield "chunk_losses", text, _mean([problem.subset(rows).value_and_grad()[1] for rows in shards])
 
 
+def _low_precision(text: str) -> Cause:
+    return Cause("low_precision", f"{text}; raise the precision of parameters, features or sums, or rtol")
+
+
 def _not_finite(measured: Measured) -> Cause:
     names = [name for name, group in measured.groups.items() if not np.isfinite(group.error)]
     names += [] if np.isfinite(measured.loss_error) else ["the loss"]
     return Cause("not_finite", f"{', '.join(names)} not finite; look for the norm or the logarithm of zero")
 
 
-def _unknown(set_up: SetUp, measured: Measured) -> Cause:
+def _unknown(set_up: SetUp) -> Cause:
     """Test whether an unexplained gradient is that of the set-up's own loss."""
-    if _is_own_gradient(set_up):
-        return Cause("unknown", "the gradient is that of the set-up's own loss, which is another loss")
-    text = "the gradient is not that of the set-up's own loss; compare the passes of your loop one by one"
-    return Cause("unknown", text)
+    another = "the gradient is that of the set-up's own loss, which is another loss"
+    wrong = "the gradient is not that of the set-up's own loss; compare the passes of your loop one by one"
+    return Cause("unknown", another if _is_own_gradient(set_up) else wrong)
 
 
 def _group_error(name: str, got: list[np.ndarray], want: list[np.ndarray], floor: float) -> GroupError:
@@ -339,7 +324,7 @@ def _near(a: float, b: float, rtol: float) -> bool:
 
 
 def _norm(arrays: list[np.ndarray]) -> float:
-    return float(np.sqrt(sum(float(np.vdot(a, a)) for a in itertools.chain(arrays))))
+    return float(np.sqrt(sum(float(np.vdot(a, a)) for a in arrays)))
 
 
 def _mean(trees: list[Any]) -> Any:

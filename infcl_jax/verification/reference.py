@@ -19,14 +19,7 @@ Groups = dict[str, list[np.ndarray]]
 class Problem:
     """Loss of a host batch, with its division among devices and chunks.
 
-    Attributes:
-      loss: `loss(params, features)`.
-      encoders: `{name: encode(params, rows, rng)}`.
-      params: parameters as NumPy arrays.
-      batch: batch entries as NumPy arrays.
-      devices: number of devices n.
-      chunk_size: rows of a chunk over all devices.
-      rng: random key; None: encoders get None.
+    `chunk_size` is over all devices. Without `rng`, encoders get None as their key.
     """
 
     loss: Callable[..., Array]
@@ -66,14 +59,10 @@ class Problem:
         return dataclasses.replace(self, batch=jax.tree.map(lambda a: np.concatenate([a, a]), dict(self.batch)))
 
     def value_and_grad(self, only: np.ndarray | None = None, *, narrow: bool = False) -> tuple[float, Any]:
-        """Compute the undivided loss and its gradient.
+        """Compute the undivided loss and its gradient, through the features of all rows or `only` of some.
 
-        In float64, except with a random key: `jax.random` draws other numbers under `jax.enable_x64`, so the dtypes
-        then are those of the parameters, with products in full fp32.
-
-        Args:
-          only: rows whose features pass on gradients; None: all rows.
-          narrow: whether to compute in the dtypes of the parameters and the batch, also without a key.
+        In float64, unless `narrow`, and except with a random key: `jax.random` draws other numbers under
+        `jax.enable_x64`. The dtypes then are those of the parameters, with products in full fp32.
         """
         widened = self.rng is None and not narrow
         with float64(widened or bool(jax.config.jax_enable_x64)), jax.default_matmul_precision("highest"):

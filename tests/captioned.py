@@ -7,7 +7,7 @@ import tarfile
 import numpy as np
 from PIL import Image
 
-from infcl_jax.data import BadRecordError
+from infcl_jax.data import BadRecordError, load_source
 
 
 def jpeg(number, size=(12, 10)):
@@ -59,3 +59,15 @@ def read_all(source):
         except BadRecordError as error:
             result.append(str(error))
     return result
+
+
+def load(path, split="train"):
+    return load_source(str(path), split)
+
+
+def captions(source):
+    return [source[index]["caption"] for index in range(len(source))]
+
+
+def keys(source):
+    return [source.key(index) for index in range(len(source))]

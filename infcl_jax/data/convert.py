@@ -99,7 +99,10 @@ def convert(
     read = functools.partial(_read, source, max_side, max_image_pixels)
     shards = [range(first, min(first + shard_samples, len(source))) for first in range(0, len(source), shard_samples)]
     if file_format == "tar":
-        _check_settings(output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples, max_side])
+        path, settings = output / f"{name}{_SETTINGS}", [dataset, split, len(source), shard_samples, max_side]
+        if path.exists() and (former := read_json(path, list)) != settings:
+            raise ValueError(f"expected an output folder for {settings}, got one of {former}; choose another")
+        replace_text(path, json.dumps(settings))
         _write_tars(output, name, source, shards, read)
         written = load_source(str(output), name)
     else:
@@ -110,12 +113,6 @@ def convert(
         left_out["bad record"] = len(source) - len(written)
     line = f"{dataset}: {len(written)} samples in {time.monotonic() - start:.1f} s, {output}"
     return f"{line}; left out: {format_counts(left_out)}" if left_out else line
-
-
-def _check_settings(path: Path, settings: Sequence[str | int | None]) -> None:
-    if path.exists() and (former := read_json(path, list)) != settings:
-        raise ValueError(f"expected an output folder for {settings}, got one of {former}; choose another")
-    replace_text(path, json.dumps(settings))
 
 
 def _write_tars(

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import tensorflow_datasets as tfds
 
-from infcl_jax.data import sources
-from infcl_jax.data.sources import BadRecordError, Source, load_source
+from infcl_jax.data.sources import DIGITS, BadRecordError, Source, load_source
+from infcl_jax.data.sources.tfds import check_name, dataset_dir
 from infcl_jax.data.tokenizers import train_bpe
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE
 from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
@@ -43,12 +43,12 @@ def prepare(name: str, data_dir: str | Path) -> str:
       OSError: the directory is not writable.
       ImportError: preparing the dataset needs a package that is not installed.
     """
-    if name == sources.DIGITS:
+    if name == DIGITS:
         return f"{name}: nothing to prepare, scikit-learn has it"
-    existing = sources.dataset_dir(name, data_dir)
+    existing = dataset_dir(name, data_dir)
     if existing is not None:
         return f"{name}: already prepared in {existing}"
-    sources.check_name(name)
+    check_name(name)
     check_writable(Path(data_dir), "--data_dir")
     start = time.monotonic()
     builder = tfds.builder(name, data_dir=str(data_dir), file_format="array_record")

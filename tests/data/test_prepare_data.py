@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import runs
 import tensorflow_datasets as tfds
 
 from infcl_jax.data import load_source, prepare
@@ -14,15 +15,9 @@ from infcl_jax.data import load_source, prepare
 pytestmark = pytest.mark.runs
 
 
-def start(*flags, output=subprocess.PIPE):
-    command = [sys.executable, "-m", "experiments.prepare_data", *flags]
-    return subprocess.Popen(command, stdout=output, stderr=output, text=True)
-
-
 def finish(*flags):
-    process = start(*flags)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out.strip().splitlines(), err.strip().splitlines()
+    code, out, err = runs.command("experiments.prepare_data", *flags)
+    return code, out.strip().splitlines(), err.strip().splitlines()
 
 
 def children(pid):
@@ -87,7 +82,14 @@ def test_mistakes_end_in_one_line(tmp_path, flags):
 
 @pytest.mark.skipif(not pathlib.Path(f"/proc/{os.getpid()}/task").is_dir(), reason="needs /proc to see child processes")
 def test_killed_preparation_leaves_nothing_that_looks_complete(tmp_path):
-    process = start("--dataset=shapes/quickstart", f"--data_dir={tmp_path}", output=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.prepare_data",
+        "--dataset=shapes/quickstart",
+        f"--data_dir={tmp_path}",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # Two pool processes and multiprocessing's resource tracker.
     wait_for(lambda: list(tmp_path.glob("shapes/quickstart/incomplete*")) and len(children(process.pid)) > 1)
     started = children(process.pid)

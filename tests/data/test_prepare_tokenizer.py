@@ -58,7 +58,6 @@ def test_the_split_chooses_the_captions(table, tmp_path):
 
 
 MISTAKES = {
-    "no source": (("--train_tokenizer={tmp}/x",), "expected --source with either --output or --train_t"),
     "two outputs": (("--source={table}", "--train_tokenizer={tmp}/x", "--output={tmp}/y"), "expected --source with ei"),
     "small vocabulary": (("--source={table}", "--train_tokenizer={tmp}/x", "--vocab_size=9"), "expected vocab_size > "),
     "no dataset": (("--source={tmp}/none.csv", "--train_tokenizer={tmp}/x"), "none.csv"),

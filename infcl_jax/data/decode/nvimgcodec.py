@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from infcl_jax.data.decode.device import STAGED_BATCHES
-from infcl_jax.data.decode.resize_kernel import SOURCE, THREADS
 
 LANES = 2  # threads that decode for one GPU
 GROUP_IMAGES = 256  # images decoded at a time
@@ -29,6 +28,69 @@ _HIGHEST_PRIORITY = -5  # of CUDA streams
 # Seconds that the decoding threads wait for Python's global lock while another thread is busy. They ask for it once per
 # image, and the default is 5 ms.
 _SWITCH_INTERVAL = 1e-4
+_THREADS = 128  # of a CTA of the kernels; consecutive threads compute consecutive columns
+
+# Kernels that crop and resize images of different sizes. JAX queues its programs on one stream per GPU, where they
+# would wait for the training steps ahead of them. These run on the decoder's stream.
+# Both compute one pixel of one image per thread: column blockIdx.x * blockDim.x + threadIdx.x, row blockIdx.y,
+# image blockIdx.z. The rows between the passes are uint8, as in Pillow.
+_KERNELS = r"""
+// Bicubic kernel of Keys (1981) with a = -0.5.
+__device__ float bicubic(float x) {
+  x = fabsf(x);
+  if (x < 1.0f) return (1.5f * x - 2.5f) * x * x + 1.0f;
+  if (x < 2.0f) return ((-0.5f * x + 2.5f) * x - 4.0f) * x + 2.0f;
+  return 0.0f;
+}
+
+// One RGB pixel of an axis resized from `length` pixels, from fractional pixel `start` on, to `size` pixels.
+// The support grows with the reduction (antialiasing). Weights outside of the whole pixels [0, limit) are zero.
+__device__ void resample(const unsigned char* pixels, long long stride, int limit, float start, float length, int size,
+                         int index, unsigned char* result) {
+  float scale = length / size;
+  float filter_scale = scale > 1.0f ? scale : 1.0f;
+  float center = start + (index + 0.5f) * scale;
+  int first = (int)floorf(center - 2.0f * filter_scale + 0.5f);
+  int last = (int)floorf(center + 2.0f * filter_scale + 0.5f);
+  first = first < 0 ? 0 : first;
+  last = last > limit ? limit : last;
+  float weights = 0.0f, sums[3] = {0.0f, 0.0f, 0.0f};
+  for (int i = first; i < last; ++i) {
+    float weight = bicubic((i + 0.5f - center) / filter_scale);
+    const unsigned char* pixel = pixels + i * stride;
+    weights += weight;
+    for (int c = 0; c < 3; ++c) sums[c] += weight * pixel[c];
+  }
+  for (int c = 0; c < 3; ++c) {
+    float level = floorf(sums[c] / weights + 0.5f);
+    result[c] = (unsigned char)(level < 0.0f ? 0.0f : level > 255.0f ? 255.0f : level);
+  }
+}
+
+// images [n]: addresses of uint8 [H, W, 3]; pitches [n]: bytes per row; boxes [n, 4]: top, left, height, width;
+// offsets [n + 1]: first row of each image in `rows`, uint8 [offsets[n], size, 3].
+extern "C" __global__ void resize_columns(const unsigned long long* images, const long long* pitches,
+                                          const float* boxes, const int* offsets, int size, unsigned char* rows) {
+  int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, n = blockIdx.z;
+  if (column >= size || row >= offsets[n + 1] - offsets[n]) return;
+  const float* box = boxes + 4 * n;
+  int top = (int)floorf(box[0]), left = (int)floorf(box[1]);
+  const unsigned char* pixels = (const unsigned char*)images[n] + (top + row) * pitches[n] + 3LL * left;
+  resample(pixels, 3, (int)ceilf(box[1] + box[3]) - left, box[1] - left, box[3], size, column,
+           rows + ((long long)(offsets[n] + row) * size + column) * 3);
+}
+
+// results [n]: first row of each image in `resized`, uint8 [..., size, 3].
+extern "C" __global__ void resize_rows(const unsigned char* rows, const float* boxes, const int* offsets, int size,
+                                       const long long* results, unsigned char* resized) {
+  int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, n = blockIdx.z;
+  if (column >= size) return;
+  const float* box = boxes + 4 * n;
+  const unsigned char* pixels = rows + ((long long)offsets[n] * size + column) * 3;
+  resample(pixels, 3LL * size, offsets[n + 1] - offsets[n], box[0] - floorf(box[0]), box[2], size, row,
+           resized + ((results[n] + row) * size + column) * 3);
+}
+"""
 
 
 def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[jax.Device, NvImageCodecDecoder]:
@@ -64,7 +126,7 @@ def memory_bytes(rows: int, size: int) -> int:
 class NvImageCodecDecoder:
     """Decoder of one GPU, a `DeviceDecoder`.
 
-    Decodes with the GPU's JPEG engines, or its SMs if there are none, and resizes with `resize_kernel`. `LANES` threads
+    Decodes with the GPU's JPEG engines, or its SMs if there are none, and resizes with `_KERNELS`. `LANES` threads
     share the images. All work runs on streams of its own, which overlap training.
 
     `CUDA_DEVICE_MAX_CONNECTIONS=32` must be set before CUDA starts (`infcl_jax.distributed.initialize`). With fewer
@@ -164,7 +226,7 @@ class _Lane:
             # Its kernels start before queued kernels of training.
             self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
             self._vectors = _Vectors(cupy), _Vectors(cupy)  # of two groups, too
-            module = cupy.RawModule(code=SOURCE)
+            module = cupy.RawModule(code=_KERNELS)
             self._columns, self._rows = (module.get_function(name) for name in ("resize_columns", "resize_rows"))
         weakref.finalize(self, self._stream.synchronize)  # the last group is in use until then
 
@@ -255,13 +317,13 @@ class _Lane:
             self._stream,
         )
         half = self._cupy.empty((int(heights.sum()), size, 3), np.uint8)
-        blocks, count = -(-size // THREADS), len(decoded)
+        blocks, count = -(-size // _THREADS), len(decoded)
         self._columns(
             (blocks, int(heights.max()), count),
-            (THREADS,),
+            (_THREADS,),
             (addresses, pitches, boxes_on_gpu, offsets, np.int32(size), half),
         )
-        self._rows((blocks, size, count), (THREADS,), (half, boxes_on_gpu, offsets, np.int32(size), results, resized))
+        self._rows((blocks, size, count), (_THREADS,), (half, boxes_on_gpu, offsets, np.int32(size), results, resized))
         return half
 
 

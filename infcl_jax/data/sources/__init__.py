@@ -12,7 +12,7 @@ from infcl_jax.data.sources.base import (
     record_key,
 )
 from infcl_jax.data.sources.builtin import DIGITS
-from infcl_jax.data.sources.tfds import BUILT_IN, check_name, dataset_dir
+from infcl_jax.data.sources.tfds import BUILT_IN
 
 __all__ = [
     "BUILT_IN",
@@ -23,9 +23,7 @@ __all__ = [
     "Classes",
     "Example",
     "Source",
-    "check_name",
     "classes",
-    "dataset_dir",
     "is_captioned",
     "load_source",
     "record_key",

@@ -73,19 +73,6 @@ def read_class_names(folder: str) -> ClassNames | None:
     return ClassNames(path, names, labels)
 
 
-def read_templates(folder: str) -> Templates:
-    """Read the prompt templates next to the data; `PHOTO_TEMPLATES` without a file.
-
-    `templates.txt` has one per line, `templates.json` is read by `json_templates`.
-    """
-    path = _find(folder, (TEMPLATE_FILE, PROMPTS_FILE))
-    if path is None:
-        return PHOTO_TEMPLATES
-    if path.endswith(".json"):
-        return json_templates(path)
-    return _checked_templates(_lines(path), f"{path}, line")
-
-
 def json_templates(path: str) -> Templates:
     """Read a JSON file of a list of prompt templates, or of an object of prompts by class name."""
     content: Any = files.read_json(path, object)
@@ -195,9 +182,16 @@ def label_values(
 
 
 def folder_classes(names: tuple[str, ...], folder: str) -> Classes:
-    """Return classes with the templates or prompts next to the data."""
-    origin = _find(folder, (PROMPTS_FILE,)) or ""
-    return Classes(names, class_templates(read_templates(folder), names, origin))
+    """Return classes with the prompt templates next to the data, or `PHOTO_TEMPLATES`.
+
+    `templates.txt` has one template per line, `templates.json` is read by `json_templates`.
+    """
+    templates: Templates = PHOTO_TEMPLATES
+    path = _find(folder, (TEMPLATE_FILE, PROMPTS_FILE))
+    if path is not None:
+        is_json = path.endswith(".json")
+        templates = json_templates(path) if is_json else _checked_templates(_lines(path), f"{path}, line")
+    return Classes(names, class_templates(templates, names, path or ""))
 
 
 def label_strings(column: pa.ChunkedArray, data: str) -> pa.ChunkedArray:

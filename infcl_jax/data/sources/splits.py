@@ -96,7 +96,10 @@ def _folders_of_records(folder: str, names: Sequence[str], folders: Sequence[str
     """List the folders of images that have img2dataset's records beside them."""
     parquets = {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
     beside = [name for name in folders if name in parquets]
-    return beside if beside and _has_status(f"{folder}/{beside[0]}.parquet") else []
+    # A damaged table is an error where it is read.
+    with contextlib.suppress(Exception), files.open_file(f"{folder}/{beside[0]}.parquet") as file:
+        return beside if {"key", "status"} <= set(parquet.read_schema(file).names) else []
+    return []
 
 
 def images_hint(folder: str) -> str:
@@ -110,13 +113,6 @@ def images_hint(folder: str) -> str:
         f"; {folder} has images of img2dataset in the folders {shown}: move tables that have no such folder to another"
         " place to read these"
     )
-
-
-def _has_status(path: str) -> bool:
-    """Tell if a table has the columns of img2dataset's records."""
-    with contextlib.suppress(Exception), files.open_file(path) as file:  # a damaged table is an error where it is read
-        return {"key", "status"} <= set(parquet.read_schema(file).names)
-    return False
 
 
 def check_only_split(path: str, split: str) -> None:

@@ -296,10 +296,12 @@ class TableFile:
     def image_names(self) -> list[str]:
         """Name the image of each row by path or hash."""
         keys = enumerate(map(self.key, range(len(self))))
-        return [files.absolute(self._join(key)) if key else self._image_hash(row) for row, key in keys]
-
-    def _join(self, key: str) -> str:
-        return key if files.is_remote(key) else os.path.join(self.images_folder, key)
+        return [
+            files.absolute(key if files.is_remote(key) else os.path.join(self.images_folder, key))
+            if key
+            else self._image_hash(row)
+            for row, key in keys
+        ]
 
     def _image_hash(self, row: int) -> str:
         try:

@@ -145,7 +145,7 @@ def _next_header(file: BinaryIO, offset: int, end: int) -> int | None:
 def compression_of(head: bytes) -> str | None:
     """Name the compression of a file by its first ten bytes."""
     match = _COMPRESSION.match(head)
-    return match and match.lastgroup
+    return match.lastgroup if match else None
 
 
 def is_hidden(name: str) -> bool:

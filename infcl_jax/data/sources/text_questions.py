@@ -6,7 +6,6 @@ import ast
 import csv
 import math
 import os
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from infcl_jax.data.sources.captions import cell_captions
@@ -78,7 +77,9 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
     for number, record in enumerate(records):
         try:
             if rows is None:
-                questions.append(_json_question(records.json(number)))
+                fields = records.json(number)
+                text, key = query_of(fields, _QUERIES), id_of(fields, _QUERY_IDS)
+                questions.append(Question(text, key, _answers(*optional_field(fields, _ANSWERS))))
             elif number or not rows.header:
                 questions.append(_row_question(rows, record))
         except ValueError as error:
@@ -86,11 +87,6 @@ def read_questions(path: str | os.PathLike) -> list[Question]:
     if not questions:
         raise ValueError(f"expected queries in {os.fspath(path)}, got only a header")
     return questions
-
-
-def _json_question(record: Mapping[str, Any]) -> Question:
-    name, answers = optional_field(record, _ANSWERS)
-    return Question(query_of(record, _QUERIES), id_of(record, _QUERY_IDS), _answers(name, answers))
 
 
 def _answers(name: str, value: Any) -> tuple[str, ...]:

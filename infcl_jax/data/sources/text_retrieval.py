@@ -104,7 +104,8 @@ class QuerySource:
             negatives += tuple(passage_of(n, x) for n, x in record.items() if NUMBERED.fullmatch(n) and not is_null(x))
         except ValueError as error:
             raise bad_record(f"record {index} of {self.name}, split {self.split}", error) from error
-        kept = tuple(passage for passage in negatives if not any(_same(passage, other) for other in positives))
+        known, keys = {passage[:2] for passage in positives}, {passage.key for passage in positives} - {""}
+        kept = tuple(passage for passage in negatives if passage[:2] not in known and passage.key not in keys)
         return RetrievalExample(query, positives, kept, len(negatives) - len(kept))
 
 
@@ -130,11 +131,6 @@ def _passages(record: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Passag
     if not all(passage.text.strip() or passage.title.strip() for passage in passages):
         raise ValueError(f"expected a text of each passage in {name}, got a blank one")
     return passages
-
-
-def _same(passage: Passage, other: Passage) -> bool:
-    """Return whether two passages have the same id, or the same text and title."""
-    return passage[:2] == other[:2] or (passage.key == other.key != "")
 
 
 class Corpus:

@@ -120,23 +120,24 @@ def assert_equal(first, second):
             np.testing.assert_array_equal(a[key], b[key], err_msg=key)
 
 
-@pytest.mark.parametrize("bad", [{}, BAD, BAD | UNDECODABLE], ids=["good", "bad", "undecodable"])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("bad", "devices"), [({}, 4), (BAD, 1), (BAD | UNDECODABLE, 4)], ids=["good", "bad", "undecodable"]
+)
 def test_devices_give_the_batches_of_the_host(bad, devices):
     run = Run(bad, devices, refuses=lambda data: TABLES not in data)
-    expected, counts = run.batches(10, on_device=False)
-    batches, device_counts = run.batches(10, on_device=True)
+    expected, counts = run.batches(5, on_device=False)
+    batches, device_counts = run.batches(5, on_device=True)
     assert_equal(batches, expected)
     assert device_counts == counts == {"files": 1 + len(bad)}
     decoded = sum(stand_in.decoded for stand_in in run.stand_ins.values())
-    assert 10 * BATCH * 0.5 < decoded < 13 * BATCH * 0.75  # up to three batches are prefetched
+    assert 5 * BATCH * 0.5 < decoded < 8 * BATCH * 0.75  # up to three batches are prefetched
 
 
-@pytest.mark.parametrize("share", [2, 3, 1])
+@pytest.mark.parametrize("share", [2, 1])
 def test_refused_files_fall_back_to_the_host(share):
     run = Run(BAD | UNDECODABLE, refuses=lambda data: sum(data) % share == 0 or TABLES not in data)
-    expected, counts = run.batches(10, on_device=False)
-    batches, device_counts = run.batches(10, on_device=True)
+    expected, counts = run.batches(5, on_device=False)
+    batches, device_counts = run.batches(5, on_device=True)
     assert_equal(batches, expected)
     assert device_counts == counts == {"files": 7}
     assert (sum(stand_in.decoded for stand_in in run.stand_ins.values()) == 0) == (share == 1)
@@ -194,20 +195,13 @@ def test_workers_pack_the_same_files():
     assert_equal(run.batches(2, on_device=True, num_workers=2)[0], expected)
 
 
-def test_images_are_sharded_over_the_devices():
-    run = Run()
-    iterator = run.iterator(on_device=True)
-    image = next(iterator)["image"]
-    iterator.close()
-    assert image.sharding == run.sharding and image.shape == (BATCH, SIZE, SIZE, 3)
-
-
 def test_results_of_decoders_stay_until_they_are_read():
     run = Run()
     iterator = run.iterator(on_device=True, prefetch_batches=1)
     stage = iterator._finish
     for _ in range(5):
-        next(iterator)
+        image = next(iterator)["image"]
+        assert image.sharding == run.sharding and image.shape == (BATCH, SIZE, SIZE, 3)
         assert len(stage._staged) <= device_decoding.STAGED_BATCHES + 1
     iterator.close()
 
@@ -233,15 +227,6 @@ def test_devices_get_the_files_that_they_can_decode(data, on_device):
     assert isinstance(encoded, EncodedImage) == on_device
     assert len(sizes) == on_device
     assert MAX_DEVICE_PIXELS == 4096**2
-
-
-@pytest.mark.parametrize("size", [(1, 9), (20000, 2), (10001, 10000)])
-def test_sizes_out_of_range_are_refused_from_the_header(size):
-    header = bytearray(contents(0, size=(16, 16)))
-    frame = header.index(b"\xff\xc0")
-    header[frame + 5 : frame + 9] = size[1].to_bytes(2, "big") + size[0].to_bytes(2, "big")
-    with pytest.raises(ValueError, match=f"pixels, got {size[0]} x {size[1]}"):
-        encoded_image(bytes(header), None)
 
 
 def test_decoders_need_an_augmentation():

@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 
 from infcl_jax.data.decode import nvimgcodec
-from infcl_jax.data.decode.resize_kernel import SOURCE
 from infcl_jax.data.transforms import Box, resize_box
 
 COMPILER = shutil.which("g++")
@@ -47,7 +46,7 @@ LAUNCH(resize_rows, const unsigned char* a COMMA const float* b COMMA const int*
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
-    (folder / "kernels.cpp").write_text(HOST % SOURCE)
+    (folder / "kernels.cpp").write_text(HOST % nvimgcodec._KERNELS)
     subprocess.run(
         [COMPILER, "-O1", "-shared", "-fPIC", "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True
     )
@@ -213,8 +212,10 @@ def test_resize_agrees_with_pillow(decoders, size):
     assert differences[NARROW].max() <= 6 and differences[NARROW].mean() < 0.5
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 12])
-@pytest.mark.parametrize("group_images,group_bytes", [(256, 2**28), (2, 2**28), (256, 3 * 90 * (120 + 32) * 3), (9, 1)])
+@pytest.mark.parametrize(
+    "lanes,group_images,group_bytes",
+    [(1, 256, 2**28), (2, 2, 2**28), (1, 256, 3 * 90 * (120 + 32) * 3), (1, 9, 1), (12, 256, 2**28)],
+)
 def test_groups_and_refused_rows(monkeypatch, decoders, group_images, group_bytes, lanes):
     monkeypatch.setattr(nvimgcodec, "LANES", lanes)
     monkeypatch.setattr(nvimgcodec, "LIBRARY_BYTES", 0)

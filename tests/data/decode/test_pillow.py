@@ -150,13 +150,7 @@ def header_only(width, height):
     return png(width, height, 8, 2)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 50), (20000, 100), (100, 20000), (10001, 10000), (0, 5)])
-def test_sizes_out_of_range_are_refused(size):
-    with pytest.raises(Exception, match=r"sides of 2 to 16384 pixels|PNG|identify|one of"):
-        decode(header_only(*size))
-
-
-@pytest.mark.parametrize("size", [(1, 1), (20000, 100), (10001, 10000)])
+@pytest.mark.parametrize("size", [(1, 1), (1, 50), (20000, 100), (100, 20000), (10001, 10000), (100000, 100000)])
 def test_the_limits_are_stated(size):
     match = f"sides of 2 to 16384 pixels and at most 100000000 pixels, got {size[0]} x {size[1]}; max_image"
     with pytest.raises(ValueError, match=match):
@@ -186,11 +180,6 @@ def test_strips_leave_no_seams(monkeypatch):
     monkeypatch.setattr(pillow, "_STRIP_PIXELS", 20)  # two rows
     for data, expected in zip(files, whole, strict=True):
         np.testing.assert_array_equal(decode(data), expected)
-
-
-def test_bombs_are_refused_before_decoding():
-    with pytest.raises(Exception, match=r"decompression bomb|pixels"):
-        decode(header_only(100000, 100000))
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>not found</html>", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n"])
@@ -223,10 +212,10 @@ def cropped(data, size, seed):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize(("subsampling", "size"), [(0, 32), (2, 60), (0, 113)])
-def test_reduced_jpeg_is_close_to_the_full_decoding(orientation, subsampling, size):
+def test_reduced_jpeg_is_close_to_the_full_decoding(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
+    subsampling, size = [(0, 32), (2, 60), (0, 113)][orientation % 3]
     for seed, shape in enumerate([(240, 320), (241, 319), (361, 270)]):
         data = encoded(photograph(0, *shape), "jpeg", quality=90, subsampling=subsampling, exif=exif)
         crop, expected = cropped(data, size, seed)

@@ -3,14 +3,11 @@ import pickle
 import captioned
 import pyarrow as pa
 import pytest
+from captioned import captions
 from pyarrow import parquet
 
 from infcl_jax.data import classes, load_source
 from infcl_jax.data.sources import files, is_captioned, record_key
-
-
-def captions(source):
-    return [source[index]["caption"] for index in range(len(source))]
 
 
 def numbers(source):

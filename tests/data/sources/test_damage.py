@@ -194,7 +194,10 @@ def outcomes(dataset):
     return source, good, bad
 
 
-@pytest.mark.parametrize("write", [write_tar, write_folder, write_csv, write_parquet])
+WRITERS = (write_tar, write_folder, write_csv, write_parquet)
+
+
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_damaged_samples(tmp_path, write, seed):
     kind, rng = KINDS[seed % len(KINDS)], np.random.default_rng(seed)
@@ -207,11 +210,13 @@ def test_damaged_samples(tmp_path, write, seed):
     dropped["duplicate member"] /= 2  # image and caption
     assert len(good) + len(bad) + dropped.total() == len(samples)
     assert {f"caption {i}" for i in range(SAMPLES) if i not in spoiled} <= {texts[0] for texts in good.values()}
+    assert os.listdir(tmp_path) == ["input"]  # nothing is written outside
+    if WRITERS[seed % len(WRITERS)] is not write:
+        return
     iterator = train_iterator(source, tokenizer=ByteTokenizer(8), image_size=8, batch_size=len(source), seed=seed)
     read = set(next(iterator)["index"].tolist())
     iterator.close()
     assert read == set(good) and iterator.bad_records.indices() == bad
-    assert os.listdir(tmp_path) == ["input"]  # nothing is written outside
 
 
 CONTAINERS = ("a.tar", "a.csv", "a.tsv", "a.jsonl", "a.parquet", "mixture.json")
@@ -250,15 +255,3 @@ def test_members_with_unusual_names(tmp_path):
         captioned.write_tar(tmp_path / "a.tar", captioned.members([(n, contents) for n in names]))
     )
     assert len(good) == len(source) == 10 and not bad  # ".." has no key
-
-
-def test_wrong_extensions_and_duplicate_keys(tmp_path):
-    contents = {"jpg": captioned.jpeg(0), "txt": b"a"}
-    swapped = {"jpg": b"a", "txt": captioned.jpeg(0)}
-    upper = {"JPG": captioned.jpeg(0), "TXT": b"a"}
-    page = {"png": b"<html>404</html>", "txt": b"a"}
-    video = {"mp4": b"a", "txt": b"a"}
-    samples = [("0", contents), ("1", swapped), ("2", upper), ("3", page), ("0", contents), ("4", video)]
-    source, good, bad = outcomes(captioned.write_tar(tmp_path / "a.tar", captioned.members(samples)))
-    assert (list(good), bad) == ([0, 2], [1, 3])
-    assert source.dropped == {"duplicate member": 2, "no image": 1}

@@ -4,13 +4,10 @@ import re
 
 import captioned
 import pytest
+from captioned import captions
 
 from infcl_jax.data import BadRecordError, load_source
 from infcl_jax.data.sources import files
-
-
-def captions(source):
-    return [source[index]["caption"] for index in range(len(source))]
 
 
 def test_captions_beside_images(tmp_path, caplog):

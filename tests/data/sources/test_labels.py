@@ -6,9 +6,10 @@ import pickle
 import captioned
 import pyarrow as pa
 import pytest
+from captioned import load
 from pyarrow import parquet
 
-from infcl_jax.data import BadRecordError, classes, load_source
+from infcl_jax.data import BadRecordError, classes
 from infcl_jax.data.sources import is_captioned
 from infcl_jax.data.sources.labels import PHOTO_TEMPLATES
 
@@ -19,10 +20,6 @@ LABELS = [2, 1, 2, 0]
 
 def labels(source):
     return [source[index]["label"] for index in range(len(source))]
-
-
-def load(path, split="train"):
-    return load_source(str(path), split)
 
 
 @pytest.fixture
@@ -64,8 +61,9 @@ CLASS_FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", CLASS_FILES)
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    ("kind", "name"), list(zip(CLASS_FILES, ["a.csv", "a.jsonl", "a.parquet", "a.csv", "a.parquet"], strict=True))
+)
 def test_class_names_beside_a_table(images, kind, name):
     (images / ("classes.txt" if kind == "classes.txt" else "classes.json")).write_text(CLASS_FILES[kind])
     for convert in (int, float, ["n015", "n021", "n0212"].__getitem__, NAMES.__getitem__):
@@ -90,13 +88,10 @@ def test_several_tables_share_their_classes(images):
     assert labels(bounded) == LABELS[1:3] and classes(bounded).names == NAMES
 
 
-def test_rows_without_label(images, caplog):
+def test_captioned_rows_without_label(images):
     (images / "classes.txt").write_text("bird\ndog")
-    values = (None, 0, 1, -1)
-    source = load(write_table(images / "a.parquet", values, captions=list("abcd")))
+    source = load(write_table(images / "a.parquet", (None, 0, 1, -1), captions=list("abcd")))
     assert labels(source) == [-1, 0, 1, -1]
-    source = load(write_table(images / "b.parquet", values[:3]))
-    assert labels(source) == [0, 1] and source.dropped == {"no label": 1}
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -109,15 +104,10 @@ def test_labels_of_no_class_are_dropped(images, kind, missing):
 
 
 def test_templates(images):
-    (images / "templates.txt").write_text("a drawing of {}.\n{} {1}\n")
+    (images / "templates.txt").write_text("a drawing of {c}.\n{} {1}\n")
     source = load(write_table(images / "a.csv", KINDS))
     assert classes(source).templates == ("a drawing of {}.", "{} {1}")
     assert source[3]["captions"] == ("a drawing of bird.", "bird {1}")
-
-
-def test_templates_of_clip_benchmark(images):
-    (images / "templates.txt").write_text("a drawing of {c}.\n{} here\n")
-    assert load(write_table(images / "a.csv", KINDS))[3]["captions"] == ("a drawing of bird.", "bird here")
     (images / "templates.txt").write_text("a drawing of {name}.\n")
     with pytest.raises(ValueError, match=r'templates.txt, line 1: expected "{}" or "{c}" for the class name'):
         load(write_table(images / "a.csv", KINDS))
@@ -183,12 +173,11 @@ def test_subfolders_are_classes(tmp_path):
     assert classes(source).names == ("dog",) and source.dropped == {"no caption": 4}
 
 
-@pytest.mark.parametrize("kind", CLASS_FILES)
-def test_class_names_above_the_folder_of_a_split(tmp_path, kind):
+def test_class_names_above_the_folder_of_a_split(tmp_path):
     values = [{"tabby_cat": "n0212", "dog": "n021", "bird": "n015"}[value] for value in KINDS]
     for split in ("train", "val"):
         class_folder(tmp_path / split, values)
-    (tmp_path / ("classes.txt" if kind == "classes.txt" else "classes.json")).write_text(CLASS_FILES[kind])
+    (tmp_path / "classes.json").write_text(CLASS_FILES["names by value"])
     source = load(tmp_path, "validation")
     assert labels(source) == sorted(LABELS) and classes(source).names == NAMES
 

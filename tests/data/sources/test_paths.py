@@ -75,8 +75,10 @@ def test_links_are_inside_where_their_files_are(folder):
         paths.resolve(path, str(folder), False)
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_string()])
-@pytest.mark.parametrize("base", ["real", "link", "relative", "remote"])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [(pa.string(), "real"), (pa.binary(), "link"), (pa.large_string(), "relative"), (pa.binary(), "remote")],
+)
 def test_paths_outside_of_a_folder(folder, kind, base, monkeypatch):
     monkeypatch.chdir(folder)
     inside = ["a.jpg", "x/a..jpg", "x/../a.jpg", "../set/a.jpg", f"{folder}/a.jpg"]
@@ -194,7 +196,7 @@ def test_components_of_mixtures_outside_are_counted(folder, caplog):
 
 
 @pytest.mark.parametrize("base", ["absolute", "relative"])
-@pytest.mark.parametrize("path", ["~/a.csv", "~/[a].csv", "a.csv::~/*.csv", "~b.csv"])
+@pytest.mark.parametrize("path", ["~/[a].csv", "a.csv::~/*.csv", "~b.csv"])
 def test_components_of_mixtures_in_the_home_folder(folder, caplog, monkeypatch, base, path):
     monkeypatch.setenv("HOME", str(folder.parent))
     monkeypatch.chdir(folder)

@@ -4,9 +4,10 @@ import pickle
 import captioned
 import pyarrow as pa
 import pytest
+from captioned import captions, load
 from pyarrow import parquet
 
-from infcl_jax.data import BadRecordError, load_source
+from infcl_jax.data import BadRecordError
 from infcl_jax.data.sources import columns
 
 ROWS = [(f"images/{i:06d}.jpg", f'caption {i}, "quoted"\nand a second line') for i in range(4)]
@@ -19,14 +20,6 @@ def folder(tmp_path):
         tmp_path, [(f"images/{key}", {"jpg": contents["jpg"]}) for key, contents in captioned.samples(4)]
     )
     return tmp_path
-
-
-def load(path, split="train"):
-    return load_source(str(path), split)
-
-
-def captions(source):
-    return [source[index]["caption"] for index in range(len(source))]
 
 
 def as_jsonl(path):
@@ -117,37 +110,17 @@ def test_damaged_rows_name_the_table_and_the_image(folder):
 @pytest.mark.parametrize(
     "text,option,match",
     [
-        (
-            "path,comment\na,b\n",
-            "",
-            r"a\.csv has no caption column; its columns are path, comment: name one with \?caption=",
-        ),
-        (
-            "where,caption\na,b\n",
-            "",
-            r"a\.csv has no image column; its columns are where, caption: name one with \?image=",
-        ),
+        ("path,comment\na,b\n", "", r"no caption column; its columns are path, comment: name one with \?caption="),
+        ("where,caption\na,b\n", "", r"no image column; its columns are where, caption: name one with \?image="),
         ("path,caption\na,b\n", "?caption=x", r"a\.csv has no caption column 'x'; its columns are path, caption"),
-        (
-            "path,caption\na,b\n",
-            "?images=x",
-            "expected the options image, caption, label, folder, outside of .*, got images",
-        ),
+        ("path,caption\na,b\n", "?images=x", "the options image, caption, label, folder, outside of .*, got images"),
         ("path,caption,path\na,b,c\n", "", "a.csv has several columns named 'path'"),
         ("path,caption\n", "", "a.csv has no row with an image and a caption"),
         ("path,caption\n,b\n", "", "a.csv has no row with an image and a caption"),
         ("path,caption\na,b\nc,d\n", "", r"a\.csv: none of the first 2 images exists, the first is /.*/a; name their"),
-        (
-            "path,caption\na,b\n",
-            "?folder=/x",
-            r"none of the first 1 images exists, the first is /x/a; name their folder",
-        ),
+        ("path,caption\na,b\n", "?folder=/x", "none of the first 1 images exists, the first is /x/a; name their"),
         ("", "", "a.csv has no image column"),
-        (
-            "url,caption\nhttps://x.org/a.jpg,b\n",
-            "",
-            r"a\.csv has URLs in its image column 'url'; download .* img2dataset",
-        ),
+        ("url,caption\nhttps://x/a.jpg,b\n", "", r"a\.csv has URLs in its image column 'url'; .* img2dataset"),
         (b"p\xff,caption\na,b\n", "", "a.csv cannot be read: .* check that it is a table in UTF-8"),
     ],
 )
@@ -203,13 +176,11 @@ def test_lines_with_many_brackets(folder, value, line_break):
 
 @pytest.mark.parametrize("images", [False, True])
 def test_parquet_of_far_more_rows_than_bytes_is_refused(tmp_path, monkeypatch, images):
-    monkeypatch.setattr(columns, "_DECODED", 2**20)
-    image, text = captioned.jpeg(0) * 100, "x" * 10_000
-    table = pa.table(
-        {"image": [image] * 2000 if images else ["a.jpg"] * 2000, "text": ["a" if images else text] * 2000}
-    )
+    monkeypatch.setattr(columns, "_DECODED", 2**10)
+    image, text = captioned.jpeg(0) * 10, "x" * 1000
+    table = pa.table({"image": [image if images else "a.jpg"] * 1000, "text": ["a" if images else text] * 1000})
     parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
-    assert table.nbytes > 100 * (tmp_path / "a.parquet").stat().st_size + 2**20
+    assert table.nbytes > 100 * (tmp_path / "a.parquet").stat().st_size + 2**10
     with pytest.raises(ValueError, match=r"expected at most .* bytes in the columns .*image.* of .*a\.parquet"):
         load(tmp_path / "a.parquet")[0]
 
@@ -370,11 +341,7 @@ def test_paths_of_structs_stay_in_bounds(folder):
         ([1, 2], ["a", "b"], "a.parquet, image column 'image': expected paths, encoded images .*, got int64"),
         ([{"x": b"a"}], ["a"], "a.parquet, image column 'image': expected .*, got struct"),
         ([["a"]], ["a"], "a.parquet, image column 'image': expected .*, got list"),
-        (
-            IMAGES[:1],
-            [1],
-            "a.parquet, caption column 'text': expected texts or lists of texts, got int64; name another",
-        ),
+        (IMAGES[:1], [1], "caption column 'text': expected texts or lists of texts, got int64; name another"),
         (IMAGES[:1], [[["a"]]], "a.parquet, caption column 'text': expected texts or lists of texts, got list"),
         (IMAGES[:1], [{"raw": "a"}], "a.parquet, caption column 'text': expected texts or .*, got struct"),
         ([None, None], ["a", "b"], "a.parquet has no row with an image and a caption"),

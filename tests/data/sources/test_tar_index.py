@@ -7,17 +7,10 @@ import zlib
 import captioned
 import numpy as np
 import pytest
+from captioned import captions, load
 
-from infcl_jax.data import BadRecordError, load_source
+from infcl_jax.data import BadRecordError
 from infcl_jax.data.sources import tar_index
-
-
-def load(path):
-    return load_source(str(path), "train")
-
-
-def captions(source):
-    return [source[index]["caption"] for index in range(len(source))]
 
 
 def count_scans(monkeypatch):

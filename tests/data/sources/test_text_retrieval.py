@@ -201,21 +201,14 @@ def test_a_missing_file_names_the_setting(tmp_path):
         ("a.txt", b"a\n", "got other text"),
         ("a.jsonl.gz", gzip.compress(b"a"), "expected a text file in UTF-8, got gzip"),
         ("a.parquet", b"PAR1\x15\x04\x15", "got Parquet"),
+        ("a.json", b'[{"question": "a"}', "not closed"),
+        ("a.json", b"\n", "expected records"),
     ],
 )
 def test_other_formats_are_refused_when_opened(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         QuerySource(tmp_path / name)
-
-
-def test_an_open_array_and_an_empty_file_are_refused(tmp_path):
-    (tmp_path / "a.json").write_text('[{"question": "a"}')
-    (tmp_path / "b.json").write_text("\n")
-    with pytest.raises(ValueError, match="not closed"):
-        QuerySource(tmp_path / "a.json")
-    with pytest.raises(ValueError, match="expected records"):
-        QuerySource(tmp_path / "b.json")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +274,7 @@ def test_huge_records_are_not_read(tmp_path, monkeypatch):
 def test_blank_lines_are_skipped(tmp_path, monkeypatch, block, line):
     monkeypatch.setattr(text_records, "_BLOCK", block)
     for end in (b"", b"\n", b"\n\t", b"\n" + b" " * 20):
-        (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + line * 1000 + b"a\n" + line + b" b" + end)
+        (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + line * 20 + b"a\n" + line + b" b" + end)
         records = text_records.RecordFile(tmp_path / "a")
         assert [records[i] for i in range(len(records))] == [b"a", b" b"], end
 

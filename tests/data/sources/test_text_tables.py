@@ -13,10 +13,14 @@ from infcl_jax.data.sources.table_file import TableFile
 COUNT = 6
 
 
-@pytest.fixture(params=[text_tables._QUOTES_BLOCK, 7])
-def folder(tmp_path, request, monkeypatch):
-    monkeypatch.setattr(text_tables, "_QUOTES_BLOCK", request.param)
+@pytest.fixture
+def folder(tmp_path):
     return captioned.write_folder(tmp_path, [(str(i), {"jpg": captioned.jpeg(i)}) for i in range(COUNT)])
+
+
+@pytest.fixture(params=[text_tables._QUOTES_BLOCK, 7])
+def block(request, monkeypatch):
+    monkeypatch.setattr(text_tables, "_QUOTES_BLOCK", request.param)
 
 
 def texts(source):
@@ -35,6 +39,7 @@ STRAY = {  # rows whose quotes no writer of quoted cells makes, and the line of 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r\n"])
 @pytest.mark.parametrize("case", STRAY)
+@pytest.mark.usefixtures("block")
 def test_quotes_of_tsv_without_quoting_are_text(folder, caplog, case, line_break):
     changed, line = STRAY[case]
     captions = [changed.get(i, caption) for i, caption in enumerate(CAPTIONS)]
@@ -45,6 +50,7 @@ def test_quotes_of_tsv_without_quoting_are_text(folder, caplog, case, line_break
 
 
 @pytest.mark.parametrize("case", STRAY)
+@pytest.mark.usefixtures("block")
 def test_stray_quotes_of_csv_are_a_warning(folder, caplog, case):
     changed, line = STRAY[case]
     rows = ["file,title", *(f"{i}.jpg,{changed.get(i, 'a')}" for i in range(COUNT))]
@@ -52,18 +58,6 @@ def test_stray_quotes_of_csv_are_a_warning(folder, caplog, case):
     load_source(f"{folder}/a.csv", "train")
     assert caplog.text.count(f"a.csv: the quoted cell in line {line} ") == 1
     assert caplog.text.count("which can swallow the rows behind it") == 1
-
-
-@pytest.mark.parametrize("separator", [",", "\t"])
-@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
-@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
-def test_quoted_cells_are_no_stray_quotes(folder, caplog, separator, quoting, line_break):
-    captions = ['"', 'a "b"\nc, d\t"e', '"quoted"', "", "x\r\n\r\ny, see 1.jpg", '""']
-    with open(folder / "a.csv", "w", newline="") as file:
-        writer = csv.writer(file, delimiter=separator, quoting=quoting, lineterminator=line_break)
-        writer.writerows([("file", "title"), *((f"{i}.jpg", caption) for i, caption in enumerate(captions))])
-    assert texts(load_source(f"{folder}/a.csv", "train")) == [caption for caption in captions if caption]
-    assert "in line" not in caplog.text
 
 
 def test_long_quoted_cells_are_found_in_linear_time():
@@ -74,30 +68,17 @@ def test_long_quoted_cells_are_found_in_linear_time():
     assert text_tables.scan_quotes(io.BytesIO(data), ",", lambda lines: []).stray == 3 * 10**5 + 1
 
 
-PIECES = [
-    '"',
-    '""',
-    "\n",
-    "\r\n",
-    "\t",
-    ",",
-    "a",
-    ' 5" x',
-    "1.jpg\tb",
-    "0.jpg,c",
-    "猫",
-    " ",
-    "\n2.jpg\td\n",
-    "\n2.jpg,e\n",
-]
+PIECES = ['"', '""', "\n", "\r\n", "\t", ",", "a", ' 5" x', "1.jpg\tb", "0.jpg,c", "猫", " "]
+PIECES += ["\n2.jpg\td\n", "\n2.jpg,e\n"]
 
 
 @pytest.mark.parametrize("separator", [",", "\t"])
+@pytest.mark.usefixtures("block")
 def test_tables_of_csv_writers_are_read_exactly(folder, caplog, separator):
     """Also where captions look like rows of the table, so that they would be rows without quotes."""
     random = Random(0)
     names = [f"{i}.jpg" for i in range(COUNT)]
-    for number in range(150):
+    for number in range(60):
         captions = ["".join(random.choices(PIECES, k=random.randrange(6))) for _ in names]
         columns = [("image", names), ("caption", captions), ("n", captions[::-1])][: random.choice([2, 3])]
         random.shuffle(columns)
@@ -119,11 +100,12 @@ def test_tables_of_csv_writers_are_read_exactly(folder, caplog, separator):
     assert not caplog.records
 
 
+@pytest.mark.usefixtures("block")
 def test_quotes_of_tsv_are_those_of_python_or_text(folder, caplog):
     """A table that Python reads with whole rows and closed cells is read in that way."""
     random = Random(0)
     counts = {True: 0, False: 0}
-    for number in range(200):
+    for number in range(80):
         captions = ["a" + "".join(random.choices(["b", '"', '""', " c"], k=3)) for _ in range(COUNT)]
         captions[random.randrange(COUNT)] = random.choice(['"a', '"a" b', '"', '"""a'])
         path = folder / f"{number}.tsv"

@@ -92,7 +92,15 @@ def cell_captions(cell: str) -> list[str]:
 
 def check_no_annotations(content: Any, path: str) -> None:
     """Check that JSON holds no annotations of COCO, Karpathy or BLIP."""
-    kind = _kind(content)
+    kind, first = None, _first(content)
+    if isinstance(content, dict):
+        first, annotation = _first(content.get("images")), _first(content.get("annotations"))
+        if "sentences" in first:
+            kind = "Karpathy's captions, which only evaluations read (FILE.json?folder=IMAGES)"
+        elif "image_id" in annotation:
+            kind = "COCO's captions" if "caption" in annotation else "COCO's annotations without captions"
+    elif {"image", "caption"} <= first.keys():
+        kind = "captions as BLIP writes them"
     if kind is not None:
         raise ValueError(
             f"expected a dataset, got {path}, which has {kind}; write a metadata.jsonl into the folder of the images,"
@@ -130,19 +138,6 @@ def check_no_table(path: str, folders: Mapping[str, str]) -> None:
             )
 
 
-def _kind(content: Any) -> str | None:
-    if isinstance(content, dict):
-        first = _first(content.get("images"))
-        if first is not None and "sentences" in first:
-            return "Karpathy's captions, which only evaluations read (FILE.json?folder=IMAGES)"
-        annotation = _first(content.get("annotations"))
-        if annotation is not None and "image_id" in annotation:
-            return "COCO's captions" if "caption" in annotation else "COCO's annotations without captions"
-        return None
-    entry = _first(content)
-    return "captions as BLIP writes them" if entry is not None and {"image", "caption"} <= entry.keys() else None
-
-
-def _first(items: Any) -> dict[str, Any] | None:
-    """Return the first item of a list of objects."""
-    return items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else None
+def _first(items: Any) -> dict[str, Any]:
+    """Return the first item of a list of objects, or an empty one."""
+    return items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}

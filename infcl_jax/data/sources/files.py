@@ -88,15 +88,13 @@ def expand_braces(path: str) -> list[str]:
         if high - low >= _MAX_FILES:
             raise ValueError(f"expected at most {_MAX_FILES} files in braces, got {match[0][:100]}")
         width = max(map(len, span.groups())) if any(text[0] == "0" for text in span.groups()) else 0
-        names = [f"{number:0{width}d}" for number in range(low, high + 1)]
-    else:
-        names = match[1].split(",")
     tails = expand_braces(path[match.end() :])
-    count = len(names) * len(tails)
+    count = len(tails) * (high - low + 1 if span is not None else match[1].count(",") + 1)
     if count > _MAX_FILES or count * len(path) > _MAX_CHARACTERS:
         raise ValueError(
             f"expected at most {_MAX_FILES} files in braces and {_MAX_CHARACTERS} characters, got more in {path[:100]}"
         )
+    names = match[1].split(",") if span is None else [f"{number:0{width}d}" for number in range(low, high + 1)]
     return [path[: match.start()] + name + tail for name in names for tail in tails]
 
 

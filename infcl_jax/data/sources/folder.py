@@ -59,9 +59,6 @@ class FolderSource(FileSource):
     folders are followed, see `_list_folder`. A folder that several paths lead to counts once, or once in each class.
 
     Args:
-      folder: path of the folder.
-      name: name of the dataset.
-      split: name of the split.
       images_only: whether the samples are all images, without captions and classes.
       outside: None: links to folders outside are followed, with a warning. False: they are not, and links to files
         outside are bad records. True: they are followed.

@@ -41,8 +41,6 @@ class MixtureSource(SourceView):
     Args:
       components: sources by their names for metrics, in the order of their sample indices.
       weights: relative rates of the components, positive.
-      name: name of the dataset.
-      split: name of the split.
     """
 
     def __init__(self, components: Mapping[str, Source], weights: Sequence[float], name: str, split: str):

@@ -96,6 +96,8 @@ def _folders_of_records(folder: str, names: Sequence[str], folders: Sequence[str
     """List the folders of images that have img2dataset's records beside them."""
     parquets = {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
     beside = [name for name in folders if name in parquets]
+    if not beside:
+        return []
     # A damaged table is an error where it is read.
     with contextlib.suppress(Exception), files.open_file(f"{folder}/{beside[0]}.parquet") as file:
         return beside if {"key", "status"} <= set(parquet.read_schema(file).names) else []

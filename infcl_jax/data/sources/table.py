@@ -34,8 +34,6 @@ class TableSource(FileSource):
 
     Args:
       paths: CSV, TSV, JSON lines or parquet files with the same columns.
-      name: name of the dataset.
-      split: name of the split.
       options: "image": column of the images, "caption": columns of the captions separated by commas, or "none" for rows
         without captions and labels, "label": column of the labels, "folder": base of relative image paths, "outside":
         "false" refuses tables with paths outside that folder, and links to files outside, "true" allows other file

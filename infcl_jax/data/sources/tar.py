@@ -38,8 +38,6 @@ class TarSource(FileSource):
 
     Args:
       shards: tar files, local or remote.
-      name: name of the dataset.
-      split: name of the split.
       caption: extension of the caption member, such as "txt" or "outputs.txt", or "json.FIELD"; None: txt, then json;
         "none": the samples are all images, without captions and labels.
       image: extension of the image member, such as "input.jpg"; None: any known one.

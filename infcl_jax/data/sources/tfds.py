@@ -42,17 +42,24 @@ class RecordSource:
         builder = open_builder(name, data_dir)
         check_split(name, split.split("[")[0], tuple(builder.info.splits))
         self.name, self.split, self._data_dir = name, split, data_dir
-        self._caption_key = _caption_key(name, builder.info.features)
+        features = builder.info.features
+        self._features = ", ".join(features)
+        if "image" not in features:
+            raise ValueError(f"{name} must have an image feature, got features {self._features}")
+        self._classes = _classes(name, features)
+        self._caption_key = next((key for key in ("caption", "captions") if key in features), None)
         self.captioned = self._caption_key is not None
-        self._classes = _classes(name, builder.info.features)
-        self._features = ", ".join(builder.info.features)
+        if not self.captioned and self._classes is None:
+            raise ValueError(
+                f"{name} must have a caption, captions or label (ClassLabel) feature, got features {self._features}"
+            )
         if "array_record" not in str(builder.info.file_format).lower():
             raise ValueError(
                 f"{name} in {data_dir} must be prepared as array_record, got {builder.info.file_format}; "
                 'prepare it with file_format="array_record"'
             )
         # Images stay encoded: decoding is a later stage, and TFDS uses OpenCV or PIL depending on what is installed.
-        is_encoded = isinstance(builder.info.features["image"], tfds.features.Image)
+        is_encoded = isinstance(features["image"], tfds.features.Image)
         decoders = {"image": tfds.decode.SkipDecoding()} if is_encoded else None
         self._records = builder.as_data_source(split, decoders=decoders)
 
@@ -102,19 +109,6 @@ def _texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, bytes):
         return (value.decode("utf-8"),)
     return tuple(text for item in value for text in _texts(item))
-
-
-def _caption_key(name: str, features: tfds.features.FeaturesDict) -> str | None:
-    if "image" not in features:
-        raise ValueError(f"{name} must have an image feature, got features {', '.join(features)}")
-    for key in ("caption", "captions"):
-        if key in features:
-            return key
-    if _classes(name, features) is None:
-        raise ValueError(
-            f"{name} must have a caption, captions or label (ClassLabel) feature, got features {', '.join(features)}"
-        )
-    return None
 
 
 def _classes(name: str, features: tfds.features.FeaturesDict) -> Classes | None:

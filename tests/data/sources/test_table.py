@@ -75,14 +75,6 @@ def test_columns_and_folder_can_be_chosen(folder, tmp_path):
     assert source[2]["captions"] == ("alt 2", "title 2") and source[2]["image"] == captioned.jpeg(2)
 
 
-def test_several_files_are_numbered_in_order(folder):
-    for number in (2, 0, 1):
-        captioned.write_csv(folder / f"{number}.csv", ROWS[number : number + 2])
-    for pattern in ("*.csv", "{0,1,2}.csv", f"0.csv::{folder}/1.csv::{folder}/2.csv"):
-        source = load(folder / pattern)
-        assert captions(source) == [CAPTIONS[i] for i in (0, 1, 1, 2, 2, 3)]
-
-
 def test_incomplete_and_damaged_rows_are_dropped_and_counted(folder, caplog):
     text = "path,caption\nimages/000000.jpg,a\n,b\nimages/000001.jpg,\nc,d,e\nimages/000002.jpg,f\n"
     (folder / "a.csv").write_text(text)

@@ -53,24 +53,22 @@ def load_benchmark(dataset: str, split: str, data_dir: str | Path) -> Source:
             f"{folder} has no split {split!r}: expected {split}/{SHARD_COUNT}, as in its split test"
         )
     path, options = paths.split_options(folder)
-    if path.endswith(".json") and files.is_file(path):
-        content = files.read_json(path, object)
-        if isinstance(content, dict) and "annotations" in content:
-            captions.check_no_annotations(content, path)
-        if isinstance(content, dict) and "images" in content:
-            if set(options) - {"folder", paths.OUTSIDE}:
-                raise ValueError(f"expected the options folder, {paths.OUTSIDE} of {path}, got {', '.join(options)}")
-            outside = paths.outside_option(options)
-            return KarpathySource(path, split, content["images"], options.get("folder"), outside)
-    return load_source(dataset, split, data_dir)
+    images = karpathy_images(path)
+    if images is None:
+        return load_source(dataset, split, data_dir)
+    if set(options) - {"folder", paths.OUTSIDE}:
+        raise ValueError(f"expected the options folder, {paths.OUTSIDE} of {path}, got {', '.join(options)}")
+    return KarpathySource(path, split, images, options.get("folder"), paths.outside_option(options))
 
 
-def is_karpathy(path: str) -> bool:
-    """Tell if a path is a JSON file of Karpathy's splits."""
+def karpathy_images(path: str) -> Any:
+    """Return the field "images" of a JSON file of Karpathy's splits; None for any other path."""
     if not (path.endswith(".json") and files.is_file(path)):
-        return False
+        return None
     content = files.read_json(path, object)
-    return isinstance(content, dict) and "images" in content
+    if isinstance(content, dict) and "annotations" in content:
+        captions.check_no_annotations(content, path)
+    return content.get("images") if isinstance(content, dict) else None
 
 
 class WebdatasetSource(FileSource):
@@ -87,11 +85,7 @@ class WebdatasetSource(FileSource):
 
     Templates have "{c}" for the class name. Prompts of each class can be in `zeroshot_classification_templates.json`,
     see `infcl_jax.evaluation.read_templates`. Every sample must be complete, since a score over a part of a benchmark
-    would be misleading.
-
-    Args:
-      folder: local path, or URL that fsspec reads.
-      split: name of the split.
+    would be misleading. The folder is a local path, or a URL that fsspec reads.
 
     Raises:
       FileNotFoundError: a shard is missing.
@@ -127,12 +121,7 @@ class WebdatasetSource(FileSource):
         return files.name_of(self._shards[self._index.locate(index)[0]])
 
     def classes(self) -> Classes:
-        """Return the class names and templates of the layout.
-
-        Raises:
-          ValueError: the benchmark is one of retrieval, or a file is damaged.
-          FileNotFoundError: a file is missing.
-        """
+        """Return the class names and templates of the layout."""
         if self.type == "retrieval":
             raise ValueError(f"expected a dataset with classes, got {self.name}, whose type is retrieval")
         names = read_class_names(f"{self._folder}/classnames.txt")
@@ -141,12 +130,7 @@ class WebdatasetSource(FileSource):
         return Classes(names, class_templates(read_templates(path), names, path))
 
     def arrays(self) -> np.ndarray:
-        """Read the `npy` member of every sample.
-
-        It has the classes of a multi-label image, or metadata such as groups.
-
-        Returns:
-          [N, ...], in the order of the samples.
+        """Read the `npy` members, [N, ...]: classes of a multi-label image, or metadata such as groups.
 
         Raises:
           ValueError: samples lack the member, or differ in shape.
@@ -154,14 +138,14 @@ class WebdatasetSource(FileSource):
         index = self._index if self.type == "multilabel" else self._complete_index(("npy",))
         if not np.array_equal(index.entries["image_block"], self._index.entries["image_block"]):
             raise ValueError(f"expected an npy member in every sample of {self.name}, split {self.split}")
-        return np.stack([self._array(index, row) for row in range(len(self))])
-
-    def _array(self, index: TarIndex, row: int) -> np.ndarray:
-        try:
-            _, data = index.caption(row, captions.LARGEST_JSON)
-            return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-        except Exception as error:  # of damaged headers, up to MemoryError
-            raise ValueError(f"{self.describe(row)}: expected an array, got {error}") from error
+        arrays = []
+        for row in range(len(self)):
+            try:
+                _, data = index.caption(row, captions.LARGEST_JSON)
+                arrays.append(np.lib.format.read_array(io.BytesIO(data), allow_pickle=False))
+            except Exception as error:  # of damaged headers, up to MemoryError
+                raise ValueError(f"{self.describe(row)}: expected an array, got {error}") from error
+        return np.stack(arrays)
 
     def _complete_index(self, members: tuple[str, ...]) -> TarIndex:
         fields = captions.JSON_FIELDS if "json" in members else ()
@@ -202,37 +186,25 @@ class KarpathySource(FileSource):
       FileNotFoundError: the first image does not exist.
     """
 
-    def __init__(
-        self,
-        path: str,
-        split: str,
-        images: list[dict[str, Any]],
-        folder: str | None = None,
-        outside: bool | None = None,
-    ):
+    def __init__(self, path: str, split: str, images: list[dict[str, Any]], folder: str | None, outside: bool | None):
         self.name, self.split, self._outside = path, split, outside
         self._folder = folder or path.rpartition("/")[0] or "."
         self._classes = f"expected a dataset with classes, got {path}"
         try:
             known = sorted({str(image["split"]) for image in images})
-            self._rows = [
-                (
-                    "/".join(filter(None, (image.get("filepath"), image["filename"]))),
-                    tuple(sentence["raw"].strip() for sentence in image["sentences"]),
-                )
-                for image in images
-                if image["split"] in splits.aliases_of(split)
-            ]
+            chosen = [image for image in images if image["split"] in splits.aliases_of(split)]
+            keys = ["/".join(filter(None, (image.get("filepath"), image["filename"]))) for image in chosen]
+            texts = [tuple(sentence["raw"].strip() for sentence in image["sentences"]) for image in chosen]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"expected images with filename, split and sentences in {path}, got {error!r}") from error
-        if not self._rows:
+        self._rows = list(zip(keys, texts, strict=True))
+        if not keys:
             raise ValueError(f"split of {path} must be one of {', '.join(known)}, got {split!r}")
-        first = paths.resolve(self._rows[0][0], self._folder, outside)
+        first = paths.resolve(keys[0], self._folder, outside)
         if not files.is_file(first):
             raise FileNotFoundError(f"{first} does not exist; name the folder of the images, {path}?folder=DIR")
         if outside is not True:
-            names = paths.column([key for key, _ in self._rows])
-            paths.report_outside(path, [names], self._folder, refuse=outside is False)
+            paths.report_outside(path, [paths.column(keys)], self._folder, refuse=outside is False)
 
     def __len__(self) -> int:
         return len(self._rows)

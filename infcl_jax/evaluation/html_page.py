@@ -47,9 +47,7 @@ class Best(str):
 
 
 def new_page(title: str, *, style: str = "", script: str = "") -> tuple[Element, Element]:
-    """Create a page with a title and a heading.
-
-    The page loads nothing: images are data URIs, and no script runs but `script`.
+    """Create a page, which loads nothing: images are data URIs, and no script runs but `script`.
 
     Args:
       title: title and heading.

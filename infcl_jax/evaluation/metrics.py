@@ -13,14 +13,10 @@ def accuracies(ranks: np.ndarray, topk: Sequence[int] = (1, 5)) -> dict[str, flo
 
 
 def classification_metrics(ranks: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Compute `top1`, `top5` and `mean_per_class_recall` from the zero-based ranks of the true classes.
+    """Compute `top1`, `top5` and `mean_per_class_recall` from the zero-based ranks [N] of the true classes.
 
     The recall of a class is the fraction of its samples whose rank is 0. Classes without samples are left out of the
     mean, which equals scikit-learn's `balanced_accuracy_score`.
-
-    Args:
-        ranks: int [N].
-        labels: int [N], classes >= 0.
     """
     counts, hits = np.bincount(labels), np.bincount(labels, weights=ranks < 1)
     return accuracies(ranks) | {"mean_per_class_recall": float(np.mean(hits[counts > 0] / counts[counts > 0]))}
@@ -29,12 +25,7 @@ def classification_metrics(ranks: np.ndarray, labels: np.ndarray) -> dict[str, f
 def macro_f1(hits: np.ndarray, predicted: np.ndarray, labels: np.ndarray) -> float:
     """Compute the mean F1 score of the classes that have images.
 
-    This is the metric of iWildCam in WILDS (arXiv:2012.07421, section 4.1.1).
-
-    Args:
-        hits: bool [N], whether an image is classified correctly.
-        predicted: int [N], most similar class of each image.
-        labels: int [N], classes >= 0.
+    This is the metric of iWildCam in WILDS (arXiv:2012.07421, section 4.1.1). All arguments are [N].
     """
     size = int(max(predicted.max(), labels.max())) + 1
     support = np.bincount(labels, minlength=size)
@@ -52,9 +43,6 @@ def worst_group_accuracy(hits: np.ndarray, groups: np.ndarray, ignored: Collecti
         hits: bool [N], whether an image is classified correctly.
         groups: int [N], group of each image, >= 0.
         ignored: groups that are left out.
-
-    Raises:
-        ValueError: no image is in a group that counts.
     """
     counts = np.bincount(groups)
     kept = [group for group in np.flatnonzero(counts) if group not in ignored]
@@ -74,12 +62,7 @@ def mean_average_precision(scores: np.ndarray, targets: np.ndarray) -> float:
     Args:
         scores: float [N, C], similarity of image and class.
         targets: bool [N, C], whether an image has a class.
-
-    Raises:
-        ValueError: the shapes differ or are empty.
     """
-    if scores.ndim != 2 or scores.shape != targets.shape or 0 in scores.shape:
-        raise ValueError(f"expected scores and targets of one shape [N, C], got {scores.shape} and {targets.shape}")
     values = []
     for score, target in zip(scores.T, targets.T.astype(bool), strict=True):
         positive = target[np.lexsort((target, -score))]

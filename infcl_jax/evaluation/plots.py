@@ -1,7 +1,4 @@
-"""Plots of training curves and retrieval results.
-
-The plots need matplotlib, which is imported on first use.
-"""
+"""Plots of training curves and retrieval results, by matplotlib, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ _DPI = 100  # pixels per inch
 _PANEL_INCHES = (6.0, 4.0)  # width and height of a panel of curves
 _CELL_INCHES = 1.2  # side of an image cell in the retrieval plot
 _CAPTION_INCHES = 2.6  # width of the caption column
+_MARGIN = 0.06  # inches around an image
 _LEGEND_INCHES = 0.4  # height of the legend above the retrieval plot
 _FRAME_COLOR = "limegreen"
 _LOSS = re.compile(r"(^|[/_])loss$")
@@ -67,7 +65,6 @@ def plot_curves(
     Raises:
         FileNotFoundError: the metrics file does not exist.
         ValueError: the metrics file contains no loss or score.
-        ImportError: matplotlib is not installed.
     """
     lines = read_metrics(metrics_path)
     figure = draw_curves(lines, chance)
@@ -77,27 +74,17 @@ def plot_curves(
 
 
 def draw_curves(lines: Sequence[Mapping[str, int | float]], chance: Mapping[str, float] | None = None) -> Figure | None:
-    """Draw the figure of `plot_curves`.
+    """Draw the figure of `plot_curves` from lines of `read_metrics`; None without a loss or score."""
+    from matplotlib.figure import Figure
 
-    Args:
-        lines: metrics with their "step", as `read_metrics` returns them.
-        chance: see `plot_curves`.
-
-    Returns:
-        The figure, which belongs to no window; None without a loss or score.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
     losses, scores = _series(lines, _LOSS), _series(lines, _SCORE)
     if len(scores) > _MAX_CURVES:
         scores = dict(itertools.islice(_series(lines, _MAIN_SCORE).items(), _MAX_CURVES))
     panels = [(series, label) for series, label in ((losses, "loss"), (scores, "accuracy, recall")) if series]
     if not panels:
         return None
-    figure = _figure(_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1])
-    for column, (series, label) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), column)
+    figure = Figure((_PANEL_INCHES[0] * len(panels), _PANEL_INCHES[1]), _DPI)
+    for axes, (series, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_series(axes, series, label, chance or {})
         if series is scores:
             axes.set_ylim(0, 1.02)  # a curve at 1 stays visible
@@ -134,21 +121,37 @@ def plot_retrieval_grid(
 
     Raises:
         ValueError: the shapes do not match, `correct` is outside [0, G), or columns < 1.
-        ImportError: matplotlib is not installed.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     similarities = np.asarray(similarities, np.float32)
     target = np.arange(len(captions)) if correct is None else np.asarray(correct)
     _check_grid(captions, images, similarities, target, columns)
     columns = min(columns, len(images))
-    figure = _figure(_CAPTION_INCHES + _CELL_INCHES * columns, _LEGEND_INCHES + _CELL_INCHES * len(captions))
-    _draw_legend(figure)
+    width, height = _CAPTION_INCHES + _CELL_INCHES * columns, _LEGEND_INCHES + _CELL_INCHES * len(captions)
+    figure = Figure((width, height), _DPI)
+    frame = Patch(fill=False, edgecolor=_FRAME_COLOR, linewidth=3, label="correct image")
+    center = 1 - 0.5 * _LEGEND_INCHES / height
+    anchor = _CAPTION_INCHES / width, center
+    figure.legend(handles=[frame], loc="center left", bbox_to_anchor=anchor, frameon=False, fontsize=8, borderaxespad=0)
+    figure.text(0.05 / width, center, "caption, then the most similar images", fontsize=8, va="center")
+    edges = {"left": (_CAPTION_INCHES + _MARGIN) / width, "right": 1 - _MARGIN / width, "bottom": _MARGIN / height}
+    space = 2 * _MARGIN / (_CELL_INCHES - 2 * _MARGIN)  # as a fraction of an image
+    edges |= {"top": 1 - (_LEGEND_INCHES + _MARGIN) / height, "wspace": space, "hspace": space}
+    cells = figure.subplots(len(captions), columns, squeeze=False, gridspec_kw=edges)
     order = np.argsort(np.where(np.isnan(similarities), np.inf, -similarities), axis=1, kind="stable")
     for row, caption in enumerate(captions):
         rank = int(np.flatnonzero(order[row] == target[row])[0]) + 1
-        _draw_caption(figure, row, caption, rank)
-        for column, index in enumerate(order[row, :columns]):
-            axes = figure.add_axes(_cell(figure, row, column))
-            _draw_image(axes, images[int(index)], framed=bool(index == target[row]))
+        text = textwrap.fill(caption, 34, max_lines=5, placeholder=" ...") + f"\n(correct image: rank {rank})"
+        center = 1 - (_LEGEND_INCHES + _CELL_INCHES * (row + 0.5)) / height
+        # parse_math=False, because matplotlib renders text between two dollar signs as a formula.
+        figure.text(0.05 / width, center, text, fontsize=8, va="center", parse_math=False)
+        for axes, index in zip(cells[row], order[row, :columns], strict=True):
+            axes.imshow(np.asarray(images[int(index)]), interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            for spine in axes.spines.values():
+                spine.set(visible=bool(index == target[row]), color=_FRAME_COLOR, linewidth=4)
     _save(figure, png_path)
 
 
@@ -185,58 +188,6 @@ def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, fl
     axes.grid(alpha=0.3)
     # Below the axes: curves can fill every corner, and loc="best" is slow with many points.
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
-
-
-def _draw_legend(figure: Figure) -> None:
-    """Explain the frame and the order of the images, above the images."""
-    from matplotlib.patches import Patch
-
-    frame = Patch(fill=False, edgecolor=_FRAME_COLOR, linewidth=3, label="correct image")
-    width, height = figure.get_size_inches()
-    center = 1 - 0.5 * _LEGEND_INCHES / height
-    anchor = _CAPTION_INCHES / width, center
-    figure.legend(handles=[frame], loc="center left", bbox_to_anchor=anchor, frameon=False, fontsize=8, borderaxespad=0)
-    figure.text(0.05 / width, center, "caption, then the most similar images", fontsize=8, va="center")
-
-
-def _draw_caption(figure: Figure, row: int, caption: str, rank: int) -> None:
-    wrapped = textwrap.fill(caption, 34, max_lines=5, placeholder=" ...") + f"\n(correct image: rank {rank})"
-    width, height = figure.get_size_inches()
-    center = 1 - (_LEGEND_INCHES + _CELL_INCHES * (row + 0.5)) / height
-    # parse_math=False, because matplotlib renders text between two dollar signs as a formula.
-    figure.text(0.05 / width, center, wrapped, fontsize=8, va="center", parse_math=False)
-
-
-def _draw_image(axes: Axes, image: np.ndarray, *, framed: bool) -> None:
-    axes.imshow(np.asarray(image), interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(framed)
-        spine.set_color(_FRAME_COLOR)
-        spine.set_linewidth(4)
-
-
-def _cell(figure: Figure, row: int, column: int) -> tuple[float, float, float, float]:
-    """Left, bottom, width and height of an image, in fractions of the figure."""
-    width, height = figure.get_size_inches()
-    margin = 0.06  # inches around an image
-    left = _CAPTION_INCHES + _CELL_INCHES * column + margin
-    bottom = height - _LEGEND_INCHES - _CELL_INCHES * (row + 1) + margin
-    side = _CELL_INCHES - 2 * margin
-    return left / width, bottom / height, side / width, side / height
-
-
-def _figure(width: float, height: float) -> Figure:
-    """Create an Agg figure outside the global state of pyplot."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("expected matplotlib for plots, found none; pip install matplotlib") from error
-    figure = Figure(figsize=(width, height), dpi=_DPI)
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _save(figure: Figure, png_path: str | os.PathLike[str]) -> None:

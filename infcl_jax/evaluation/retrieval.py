@@ -1,4 +1,4 @@
-"""Exact recall at k of image-text retrieval on a mesh."""
+"""Exact recall of image-text retrieval and accuracy of zero-shot classification, by ranks on a mesh."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from infcl_jax.evaluation.metrics import accuracies
 from infcl_jax.inference.features import l2_normalize, pad_rows
 from infcl_jax.inference.search import query_blocks, shard_gallery, tile_similarity
 from infcl_jax.runtime.console import warn_once
@@ -72,7 +73,13 @@ def retrieval_recall(
     with np.errstate(invalid="ignore"):  # the maximum propagates NaN, and a NaN threshold is a miss
         np.maximum.at(best, text_image, positive)
     if is_lead():
-        _warn_of_repeats(text, text_image)
+        count, to_text, to_image = recall_ceiling(text, text_image)
+        if count:
+            warn_once(
+                f"{count} of {len(text)} captions have the features of another image's caption and tie with it: R@1 is"
+                f" at most {100 * to_text:.1f} % image to text and {100 * to_image:.1f} % text to image; drop repeated"
+                " captions from the gallery for higher ones"
+            )
     image_row = np.arange(len(image), dtype=np.int32)
     rivals = {
         "image_to_text": count_rivals(image, image_row, best, text, text_image, mesh),
@@ -95,10 +102,10 @@ def retrieval_map(
       {'image_to_text_map': 1.0, 'text_to_image_map': 1.0}
 
     Args:
-        image: [N, D] image features, see `retrieval_recall`.
+        image: [N, D] image features.
         text: [M, D] caption features.
         mesh: mesh with an axis "data".
-        text_image: int [M], row of `image` for each caption; None: row i of `text` belongs to row i of `image` (M = N).
+        text_image: int [M], row of `image` for each caption, see `retrieval_recall`.
 
     Returns:
         `{"image_to_text_map": ..., "text_to_image_map": ...}`, fractions in (0, 1].
@@ -125,15 +132,74 @@ def retrieval_map(
     }
 
 
+def zero_shot_accuracy(
+    image_features: np.ndarray,
+    labels: np.ndarray,
+    class_embeddings: np.ndarray,
+    mesh: Mesh,
+    topk: Sequence[int] = (1, 5),
+) -> dict[str, float]:
+    """Compute the top-k accuracy of zero-shot classification.
+
+    Classes are ranked by the cosine similarity of their embeddings to the image (CLIP, arXiv:2103.00020, section 3.1).
+    The first of tied classes wins, as in `argmax`: similarities within `TIE_TOLERANCE` are tied. Collapsed features
+    therefore score the share of the first class, and non-finite features 0. A k that is at least the number of classes
+    always gives 1.
+
+    Examples:
+      >>> features, classifier = np.eye(4, dtype=np.float32), np.eye(4, dtype=np.float32)
+      >>> zero_shot_accuracy(features, np.array([0, 1, 2, 0]), classifier, mesh, topk=(1,))
+      {'top1': 0.75}
+
+    Args:
+        image_features: [N, D], any float dtype, the same on every process; need not be normalized.
+        labels: int [N], classes in [0, C), or -1 for samples without a class, which are ignored.
+        class_embeddings: [C, D], classifier vectors from `class_embeddings`.
+        mesh: mesh with an axis "data".
+        topk: cutoffs k, each >= 1.
+
+    Returns:
+        `{"top1": ..., "top5": ...}`, fractions in [0, 1] of the labeled samples.
+
+    Raises:
+        ValueError: the shapes do not match, a label is >= C or < -1, no sample is labeled, or a k is < 1.
+    """
+    if not topk or min(topk) < 1:
+        raise ValueError(f"expected cutoffs topk >= 1, got {tuple(topk)}")
+    return accuracies(class_ranks(image_features, labels, class_embeddings, mesh), topk)
+
+
+def class_ranks(image_features: np.ndarray, labels: np.ndarray, class_embeddings: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Rank the class of each labeled image by cosine similarity, see `zero_shot_accuracy`.
+
+    Returns:
+        int32 [labeled images], zero-based ranks: the number of other classes that are more similar to the image, or
+        as similar with a lower label.
+    """
+    image, labels, classes = image_features, np.asarray(labels), class_embeddings
+    if image.ndim != 2 or classes.ndim != 2 or image.shape[1] != classes.shape[1] or 0 in classes.shape:
+        raise ValueError(f"expected features [N, D] and class embeddings [C, D], got {image.shape} and {classes.shape}")
+    if labels.shape != (len(image),) or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"expected integer labels of shape ({len(image)},), got {labels.dtype} {labels.shape}")
+    if not np.any(labels >= 0):
+        raise ValueError(f"expected labeled samples, got none among {len(labels)}; use a split that has classes")
+    if labels.min() < -1 or labels.max() >= len(classes):
+        raise ValueError(
+            f"expected labels in [-1, {len(classes)}), got values in [{labels.min()}, {labels.max()}]; "
+            "pass the class names of this source"
+        )
+    label = labels[labels >= 0].astype(np.int32)
+    image, classes = l2_normalize(image[labels >= 0]), l2_normalize(classes)
+    positive = paired_similarity(image, classes[label])
+    rows = np.arange(len(classes), dtype=np.int32)
+    return count_rivals(image, label, positive, classes, rows, mesh, first_wins=True)
+
+
 def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float, float]:
     """Count captions shared between images, and bound recall at 1.
 
     Ties are misses, so an image whose captions are all shared cannot find its own caption first. A caption shared by
-    several images finds at most one of them first.
-
-    Args:
-        text: [M, D] caption features; equal captions have bitwise equal features.
-        text_image: int [M], image of each caption in [0, N); every image occurs at least once.
+    several images finds at most one of them first. Equal captions have bitwise equal features.
 
     Returns:
         Number of captions shared with another image, and upper bounds of image-to-text and text-to-image R@1.
@@ -149,23 +215,8 @@ def recall_ceiling(text: np.ndarray, text_image: np.ndarray) -> tuple[int, float
     return int(shared.sum()), with_unshared / len(np.unique(text_image)), float(max_copies.sum() / len(text))
 
 
-def _warn_of_repeats(text: np.ndarray, text_image: np.ndarray) -> None:
-    """Warn if captions of different images have equal features."""
-    count, to_text, to_image = recall_ceiling(text, text_image)
-    if count:
-        warn_once(
-            f"{count} of {len(text)} captions have the features of another image's caption and tie with it: R@1 is at"
-            f" most {100 * to_text:.1f} % image to text and {100 * to_image:.1f} % text to image; drop repeated"
-            " captions from the gallery for higher ones"
-        )
-
-
 def paired_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Row-wise inner products of two [n, D] arrays.
-
-    Returns:
-        float32 [n], accumulated in float64.
-    """
+    """Return the row-wise inner products of two [n, D] arrays as float32 [n], accumulated in float64."""
     return np.einsum("nd,nd->n", a, b, dtype=np.float64).astype(np.float32)
 
 
@@ -221,19 +272,7 @@ def _count_replicated(
     tile_rows: int,
     first_wins: bool,
 ) -> jax.Array:
-    """Count the rivals of replicated queries in a sharded gallery.
-
-    Args:
-        queries: features [Q, D], groups [Q] and thresholds [Q], replicated.
-        gallery: [G, D], sharded over "data".
-        group: [G], sharded over "data"; -1 for padding.
-        mesh: mesh with an axis "data".
-        tile_rows: gallery rows per tile of the similarity matrix; divides the rows of every device.
-        first_wins: whether the lowest group wins ties.
-
-    Returns:
-        int32 [Q], replicated.
-    """
+    """Count the rivals of replicated queries in a gallery sharded in tiles, whose padding has the group -1."""
 
     def local(queries: tuple[jax.Array, jax.Array, jax.Array], gallery: jax.Array, group: jax.Array) -> jax.Array:
         query, query_group, threshold = queries

@@ -1,19 +1,21 @@
-"""Scores of evaluation tasks, from the features of their data."""
+"""Evaluation tasks with their data: checks, and scores from features."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from infcl_jax.data import Classes, Source, classes
+from infcl_jax.data import BadRecordError, Classes, Source, classes
 from infcl_jax.data.sources import is_captioned
+from infcl_jax.data.sources.base import describe
 from infcl_jax.evaluation.benchmark_source import WebdatasetSource
-from infcl_jax.evaluation.examples import Show, classification_examples, most_confused, retrieval_examples
+from infcl_jax.evaluation.examples import Show, classification_examples, retrieval_examples, spread
 from infcl_jax.evaluation.few_shot import few_shot
+from infcl_jax.evaluation.linear_probe import METRICS as PROBE_METRICS
 from infcl_jax.evaluation.linear_probe import linear_probe
 from infcl_jax.evaluation.metrics import (
     classification_metrics,
@@ -21,24 +23,23 @@ from infcl_jax.evaluation.metrics import (
     mean_average_precision,
     worst_group_accuracy,
 )
-from infcl_jax.evaluation.probed import check_labels, check_records, own_class_count
 from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
-from infcl_jax.evaluation.retrieval import retrieval_map, retrieval_recall
-from infcl_jax.evaluation.tasks import (
-    CLASSIFICATION_METRICS,
-    GROUP_METRICS,
-    PROBE_METRICS,
-    Average,
-    Task,
-    task_classes,
-)
-from infcl_jax.evaluation.zero_shot import class_ranks
+from infcl_jax.evaluation.retrieval import class_ranks, retrieval_map, retrieval_recall
+from infcl_jax.evaluation.tasks import PROBES, Average, Task, task_classes
 from infcl_jax.inference.features import Features, l2_normalize
 from infcl_jax.inference.prompts import warn_of_equal_names
 from infcl_jax.inference.search import top_k
 
+_PROBED = 16  # records of a split that are read, and not decoded, before a run starts
+_GROUP_METRICS = {"worst_group_top1": 1, "worst_group_top5": 5}  # cutoff k by main metric
 _DIRECTIONS = ("image_to_text", "text_to_image")
-_RETRIEVAL_METRICS = ("mean_r1", *(f"{way}_{name}" for way in _DIRECTIONS for name in ("r1", "r5", "r10", "map")))
+# Main metrics by kind of the results, the default first.
+_MAIN_METRICS: dict[str, tuple[str, ...]] = {
+    "retrieval": ("mean_r1", *(f"{way}_{name}" for way in _DIRECTIONS for name in ("r1", "r5", "r10", "map"))),
+    "multilabel": ("mean_average_precision",),
+    "zero_shot": ("top1", "top5", "mean_per_class_recall", "macro_f1", *_GROUP_METRICS),
+    **dict.fromkeys(PROBES, PROBE_METRICS),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,14 @@ class OpenTask:
     train: Source | None = None
 
     @property
-    def retrieval(self) -> bool:
-        """True for retrieval, which needs captions."""
-        return self.classes is None and self.train is None
+    def kind(self) -> str:
+        """Kind of the results, see `TaskResult`."""
+        if self.train is not None:
+            return self.task.kind
+        if self.classes is None:
+            return "retrieval"
+        several = isinstance(self.source, WebdatasetSource) and self.source.type == "multilabel"
+        return "multilabel" if several else "zero_shot"
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -68,19 +74,12 @@ class OpenTask:
         return (self.source,) if self.train is None else (self.source, self.train)
 
     @property
-    def multilabel(self) -> bool:
-        """True if an image can have several classes."""
-        return isinstance(self.source, WebdatasetSource) and self.source.type == "multilabel"
-
-    @property
     def metrics(self) -> tuple[str, ...]:
         """Names of all metrics."""
-        if self.task.kind == "few_shot":
+        if self.kind == "few_shot":
             return tuple(f"{shots}_shot{suffix}" for shots in self.task.shots for suffix in ("", "_std"))
-        if self.train is None and self.retrieval:
-            return _RETRIEVAL_METRICS
-        if self.multilabel:
-            return (self.main_metric,)
+        if self.kind in ("retrieval", "multilabel"):
+            return self.main_metrics
         names = dict.fromkeys(("top1", "top5", "mean_per_class_recall", self.main_metric))
         return tuple(name for name in names if name != "top5" or self.has_top5)
 
@@ -91,10 +90,14 @@ class OpenTask:
         return count == 0 or count > 5
 
     @property
+    def main_metrics(self) -> tuple[str, ...]:
+        """Metrics that a suite can average, the default first."""
+        return tuple(name for name in _MAIN_METRICS[self.kind] if name != "top5" or self.has_top5)
+
+    @property
     def main_metric(self) -> str:
         """Metric that a suite averages."""
-        default = "mean_r1" if self.retrieval else "mean_average_precision" if self.multilabel else "top1"
-        return self.task.main_metric or default
+        return self.task.main_metric or self.main_metrics[0]
 
 
 def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTask:
@@ -110,30 +113,25 @@ def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTa
         of `source` and `train` differ, or the main metric is unknown.
       BadRecordError: the records of a dataset cannot be read.
     """
-    for dataset in (source,) if train is None else (source, train):
+    opened = OpenTask(task, source, train=train)
+    for dataset in opened.sources:
         check_records(dataset)
     if train is not None:
-        _check_labels(task, source, train)
-        opened = OpenTask(task, source, train=train)
-        known: tuple[str, ...] = PROBE_METRICS
-    elif is_retrieval(task, source):
-        if not is_captioned(source):
-            raise ValueError(
-                f"expected a retrieval_dataset with captions, got {task.dataset!r}, which has only classes; add"
-                " captions, or evaluate it as zero_shot_dataset"
-            )
-        opened, known = OpenTask(task, source), _RETRIEVAL_METRICS
-    else:
-        names = task_classes(task, source)
-        warn_of_equal_names(names.names)
-        opened = OpenTask(task, source, names)
-        known = ("mean_average_precision",) if opened.multilabel else CLASSIFICATION_METRICS
-        if not opened.multilabel:
-            check_labels(source, len(names.names), task.name)
-    known = tuple(name for name in known if name != "top5" or opened.has_top5)
-    if opened.main_metric not in known:
+        _check_train_labels(task, source, train)
+    elif not is_retrieval(task, source):
+        opened = dataclasses.replace(opened, classes=task_classes(task, source))
+        warn_of_equal_names(opened.classes.names)
+        if opened.kind == "zero_shot":
+            check_labels(source, len(opened.classes.names), task.name)
+    elif not is_captioned(source):
+        raise ValueError(
+            f"expected a retrieval_dataset with captions, got {task.dataset!r}, which has only classes; add"
+            " captions, or evaluate it as zero_shot_dataset"
+        )
+    if opened.main_metric not in opened.main_metrics:
+        known = opened.main_metrics
         raise ValueError(f"expected main_metric of {task.name} to be one of {known}, got {task.main_metric!r}")
-    if opened.main_metric in GROUP_METRICS and not isinstance(source, WebdatasetSource):
+    if opened.main_metric in _GROUP_METRICS and not isinstance(source, WebdatasetSource):
         raise ValueError(
             f"expected a dataset in the layout of clip_benchmark for {opened.main_metric} of {task.name}, got"
             f" {task.dataset}; its npy members have the groups"
@@ -146,7 +144,7 @@ def is_retrieval(task: Task, source: Source) -> bool:
     return task.kind == "retrieval" or (task.kind is None and is_captioned(source))
 
 
-def _check_labels(task: Task, source: Source, train: Source) -> None:
+def _check_train_labels(task: Task, source: Source, train: Source) -> None:
     """Check that training and test samples have labels of the same classes."""
     if isinstance(source, WebdatasetSource):
         if source.type != "classification":
@@ -160,6 +158,67 @@ def _check_labels(task: Task, source: Source, train: Source) -> None:
         )
 
 
+def check_records(source: Source) -> None:
+    """Check that a few records of a split can be read.
+
+    Raises:
+      ValueError: the split is empty.
+      BadRecordError: none of them can be read; the message is that of the first.
+    """
+    if not len(source):
+        raise ValueError(f"expected records in {source.name}, split {source.split}, got none")
+    errors = []
+    for index in spread(len(source), _PROBED).tolist():
+        try:
+            source[index]
+            return
+        except BadRecordError as error:
+            errors.append(error)
+    raise BadRecordError(f"{errors[0]}; the {len(errors)} records tried, across the split, are all bad")
+
+
+def check_labels(source: Source, names: int, task: str) -> None:
+    """Check that the labels of a readable dataset have class names.
+
+    Reads a few records, and all of them if the dataset has more classes than there are names or those have no label.
+
+    Raises:
+      ValueError: a label has no class name, or no record has a label.
+    """
+    labeled = _has_labels(source, spread(len(source), _PROBED).tolist(), names, task)
+    if not labeled or own_class_count(source) > names:
+        labeled = _has_labels(source, range(len(source)), names, task)
+    if not labeled:
+        raise ValueError(
+            f"expected labels in {source.name}, split {source.split}, for {task}, got none; use a split with classes"
+        )
+
+
+def _has_labels(source: Source, indices: Iterable[int], names: int, task: str) -> bool:
+    """Check the labels of records; return whether there is one."""
+    labeled = False
+    for index in indices:
+        try:
+            label = source[index]["label"]
+        except BadRecordError:
+            continue
+        if label >= names:
+            raise ValueError(
+                f"expected at least {label + 1} class names for {task}, got {names}: {describe(source, index)} has the"
+                f" label {label}"
+            )
+        labeled = labeled or label >= 0
+    return labeled
+
+
+def own_class_count(source: Source) -> int:
+    """Return the number of classes that a dataset names; 0 for one without names."""
+    try:
+        return len(classes(source).names)
+    except (ValueError, FileNotFoundError):
+        return 0
+
+
 def first_images(features: Features, count: int | None) -> Features:
     """Return the features of the first `count` images with their captions; None: of all."""
     if count is None or count >= len(features):
@@ -170,13 +229,7 @@ def first_images(features: Features, count: int | None) -> Features:
 
 
 def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show | None = None) -> TaskResult:
-    """Measure retrieval in both directions.
-
-    Args:
-      opened: task with its data.
-      features: features of the images and captions.
-      mesh: mesh with an axis "data".
-      show: decoder and transform of the images of the examples; None: no examples.
+    """Measure retrieval in both directions; without `show`, there are no examples.
 
     Returns:
       `image_to_text_r<k>` and `text_to_image_r<k>` for k = 1, 5, 10, `mean_r1` of both directions, and
@@ -187,20 +240,13 @@ def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show
     metrics["mean_r1"] = (metrics["image_to_text_r1"] + metrics["text_to_image_r1"]) / 2
     metrics |= retrieval_map(*inputs, text_image=features.text_image)
     examples = () if show is None else retrieval_examples(opened.source, features, mesh, show)
-    return _result(opened, "retrieval", metrics, len(features), examples)
+    return _result(opened, metrics, len(features), examples)
 
 
 def score_classification(
     opened: OpenTask, features: Features, classifier: np.ndarray, mesh: Mesh, show: Show | None = None
 ) -> TaskResult:
-    """Measure zero-shot classification.
-
-    Args:
-      opened: task with its data.
-      features: features of the images.
-      classifier: [C, D], classifier vectors.
-      mesh: mesh with an axis "data".
-      show: decoder and transform of the images of the examples; None: no examples.
+    """Measure zero-shot classification with classifier vectors [C, D]; without `show`, there are no examples.
 
     Returns:
       `top1`, from six classes on `top5`, and `mean_per_class_recall`, with several classes per image
@@ -210,34 +256,34 @@ def score_classification(
       ValueError: labels or groups do not fit the classes.
     """
     assert opened.classes is not None
-    if opened.multilabel:
-        scores = l2_normalize(features.image) @ classifier.T
-        metrics = {"mean_average_precision": mean_average_precision(scores, _targets(opened)[features.index])}
-        return _result(opened, "multilabel", metrics, len(features))
+    if opened.kind == "multilabel":
+        scores, targets = l2_normalize(features.image) @ classifier.T, _arrays(opened.source)
+        if targets.shape != (expected := (len(opened.source), len(opened.classes.names))):
+            raise ValueError(
+                f"expected npy members of {opened.source.name} to stack to {expected}, got {targets.shape}"
+            )
+        metrics = {"mean_average_precision": mean_average_precision(scores, targets[features.index])}
+        return _result(opened, metrics, len(features))
     labeled = features.label >= 0
     ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
     metrics = classification_metrics(ranks, labels)
     if opened.main_metric == "macro_f1":
         metrics["macro_f1"] = macro_f1(ranks < 1, top_k(features.image[labeled], classifier, 1, mesh)[1][:, 0], labels)
-    if opened.main_metric in GROUP_METRICS:
-        hits, groups = ranks < GROUP_METRICS[opened.main_metric], _groups(opened)[features.index][labeled]
+    if opened.main_metric in _GROUP_METRICS:
+        metadata = _arrays(opened.source)
+        groups = metadata.reshape(len(metadata), -1)[:, 0].astype(np.int64)[features.index][labeled]
+        hits = ranks < _GROUP_METRICS[opened.main_metric]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
-    result = _result(opened, "zero_shot", metrics, len(features))
+    result = _result(opened, metrics, len(features))
     if show is None:
         return result
-    examples = classification_examples(opened.source, features, opened.classes, classifier, mesh, show)
-    confusions = most_confused(features, opened.classes, classifier, mesh)
+    names = opened.classes.names
+    examples, confusions = classification_examples(opened.source, features, names, classifier, mesh, show)
     return dataclasses.replace(result, examples=examples, confusions=confusions)
 
 
 def score_probe(opened: OpenTask, train: Features, test: Features, mesh: Mesh) -> TaskResult:
-    """Train classifiers on the features of a dataset and test them.
-
-    Args:
-      opened: task of the kind "linear_probe" or "few_shot", with its data.
-      train: features of the training images.
-      test: features of the test images.
-      mesh: mesh with an axis "data".
+    """Train the classifiers of a linear probe or of few-shot classification, and test them.
 
     Returns:
       Metrics of `linear_probe` or `few_shot`. The main metric of the latter is that of the largest number of shots.
@@ -249,24 +295,15 @@ def score_probe(opened: OpenTask, train: Features, test: Features, mesh: Mesh) -
     options: dict[str, Any] = {"regularization": task.regularization, "metric": opened.main_metric, "mesh": mesh}
     try:
         if task.kind == "linear_probe":
-            probe = linear_probe(*samples, **options)
-            return _result(opened, "linear_probe", probe.metrics, len(test))
+            return _result(opened, linear_probe(*samples, **options).metrics, len(test))
         few = few_shot(*samples, shots=task.shots, repeats=task.repeats, classifier=task.classifier, **options)
     except ValueError as error:
         raise ValueError(f"{task.name}: {error}") from error
-    return _result(opened, "few_shot", few.metrics, len(test), main_metric=f"{max(task.shots)}_shot")
+    return dataclasses.replace(_result(opened, few.metrics, len(test)), main_metric=f"{max(task.shots)}_shot")
 
 
 def average_results(average: Average, results: Mapping[str, TaskResult]) -> TaskResult:
-    """Average the main metrics of a suite.
-
-    Args:
-      average: the suite.
-      results: results by name; at least one is of the suite.
-
-    Returns:
-      Result of the name "suite/NAME", with the metric `average.metric`.
-    """
+    """Average the main metrics of a suite, of which at least one task has a result."""
     values = [result.metrics[result.main_metric] for name in average.tasks if (result := results.get(name))]
     name = average.metric(results.keys())
     metrics, count = {name: float(np.mean(values))}, len(values)
@@ -274,34 +311,19 @@ def average_results(average: Average, results: Mapping[str, TaskResult]) -> Task
 
 
 def _result(
-    opened: OpenTask,
-    kind: str,
-    metrics: Mapping[str, float],
-    images: int,
-    examples: tuple[ExamplePrediction, ...] = (),
-    main_metric: str | None = None,
+    opened: OpenTask, metrics: Mapping[str, float], images: int, examples: tuple[ExamplePrediction, ...] = ()
 ) -> TaskResult:
     return TaskResult(
         name=opened.task.name,
-        kind=kind,
+        kind=opened.kind,
         metrics={name: value for name, value in metrics.items() if name != "top5" or opened.has_top5},
-        main_metric=main_metric or opened.main_metric,
+        main_metric=opened.main_metric,
         images=images,
         examples=examples,
     )
 
 
-def _targets(opened: OpenTask) -> np.ndarray:
-    """Read the classes of the images, [N, C]."""
-    assert opened.classes is not None and isinstance(opened.source, WebdatasetSource)
-    targets, expected = opened.source.arrays(), (len(opened.source), len(opened.classes.names))
-    if targets.shape != expected:
-        raise ValueError(f"expected npy members of {opened.source.name} to stack to {expected}, got {targets.shape}")
-    return targets
-
-
-def _groups(opened: OpenTask) -> np.ndarray:
-    """Read the group of each image, the first number of its npy member."""
-    assert isinstance(opened.source, WebdatasetSource)
-    metadata = opened.source.arrays()
-    return metadata.reshape(len(metadata), -1)[:, 0].astype(np.int64)
+def _arrays(source: Source) -> np.ndarray:
+    """Read the `npy` members of a benchmark, such as classes [N, C] or groups in [N, 0]."""
+    assert isinstance(source, WebdatasetSource)
+    return source.arrays()

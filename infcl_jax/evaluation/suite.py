@@ -26,6 +26,7 @@ from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
+from infcl_jax.evaluation.examples import Show
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.results import TaskResult, flat_metrics
 from infcl_jax.evaluation.scoring import (
@@ -138,7 +139,13 @@ class Suite:
         load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
         load_images = functools.cache(lambda dataset, split: by_image(load(dataset, split)))
         named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
-        self._validation, own = self._configured_tasks()
+        own = []
+        if config.retrieval_dataset:
+            data = {"dataset": config.retrieval_dataset, "split": config.retrieval_split}
+            own.append(Task(name="retrieval", kind="retrieval", gallery=config.gallery, **data))
+        if config.zero_shot_dataset:
+            data = {"dataset": config.zero_shot_dataset, "split": config.zero_shot_split}
+            own.append(Task(name="zero_shot", kind="zero_shot", **data))
         check_names([*own, *named], reserved=["validation"])
         self._tasks = [
             open_task(task, load_images(task.dataset, task.split))
@@ -146,19 +153,7 @@ class Suite:
             else open_task(task, *(load(task.dataset, split) for split in task.splits))
             for task in (*own, *named)
         ]
-
-    def _configured_tasks(self) -> tuple[Task | None, list[Task]]:
-        """Return the task with the split loss, and all tasks of the settings."""
-        config, tasks = self._config, []
-        validation = None
-        if config.retrieval_dataset:
-            dataset, split = config.retrieval_dataset, config.retrieval_split
-            validation = Task(name="retrieval", kind="retrieval", dataset=dataset, split=split, gallery=config.gallery)
-            tasks.append(validation)
-        if config.zero_shot_dataset:
-            dataset, split = config.zero_shot_dataset, config.zero_shot_split
-            tasks.append(Task(name="zero_shot", kind="zero_shot", dataset=dataset, split=split))
-        return validation, tasks
+        self._validation = self._tasks[0] if config.retrieval_dataset else None
 
     @property
     def metric_names(self) -> list[str]:
@@ -175,7 +170,7 @@ class Suite:
     @property
     def chance(self) -> dict[str, float]:
         """Chance levels by name: ln(pairs) of training and validation losses in nats, 1 / classes of `top1`."""
-        split_size = next((len(opened.source) for opened in self._tasks if opened.task is self._validation), 0)
+        split_size = len(self._validation.source) if self._validation else 0
         size = self._train_batch_size
         pairs = {"loss": size, "validation/batch_loss": size, "validation/loss": split_size}
         losses = {name: math.log(number) for name, number in pairs.items() if number}
@@ -227,39 +222,32 @@ class Suite:
             name, features = opened.task.name, encoded[id(opened.source)]
             if opened.train is not None:
                 results[name] = score_probe(opened, encoded[id(opened.train)], features, self._mesh)
-            elif opened.classes is not None:
-                classifier = classifiers(opened.classes)
-                results[name] = score_classification(opened, features, classifier, self._mesh, show)
             else:
-                gallery = first_images(features, opened.task.gallery)
-                results[name] = score_retrieval(opened, gallery, self._mesh, show)
-                if opened.task is self._validation:
-                    results["validation"] = self._losses(features, variables)
-                    if grid_path is not None and is_lead():
-                        self._draw_grid(opened.source, gallery, grid_path)
-            if opened.train is None:
-                results |= self._prefix_results(opened, features, classifiers)
+                results[name] = self._score(opened, features, classifiers, show=show)
+                for dim in (dim for dim in self._prefixes if dim < features.image.shape[1]):
+                    cut = self._score(opened, features.prefix(dim), classifiers, dim)
+                    results[f"{name}@{dim}"] = dataclasses.replace(cut, name=f"{name}@{dim}")
+            if opened is self._validation:
+                results["validation"] = self._losses(features, variables)
+                if grid_path is not None and is_lead():
+                    self._draw_grid(opened.source, first_images(features, opened.task.gallery), grid_path)
             for source in opened.sources:
                 if last_use[id(source)] is opened:
                     del encoded[id(source)]  # features of a training split can take gigabytes
         done = sorted(results.values(), key=lambda result: result.name != "validation")
         return done + [average_results(average, results) for average in self._averages]
 
-    def _prefix_results(
-        self, opened: OpenTask, features: Features, classifiers: Callable[..., np.ndarray]
-    ) -> dict[str, TaskResult]:
-        """Return the results of a task for each shorter prefix, by name."""
-        results = {}
-        for dim in self._prefixes:
-            if dim >= features.image.shape[1]:
-                continue
-            cut, name = features.prefix(dim), f"{opened.task.name}@{dim}"
-            if opened.classes is not None:
-                result = score_classification(opened, cut, classifiers(opened.classes, dim), self._mesh)
-            else:
-                result = score_retrieval(opened, first_images(cut, opened.task.gallery), self._mesh)
-            results[name] = dataclasses.replace(result, name=name)
-        return results
+    def _score(
+        self,
+        opened: OpenTask,
+        features: Features,
+        classifiers: Callable[..., np.ndarray],
+        dim: int | None = None,
+        show: Show | None = None,
+    ) -> TaskResult:
+        if opened.classes is None:
+            return score_retrieval(opened, first_images(features, opened.task.gallery), self._mesh, show)
+        return score_classification(opened, features, classifiers(opened.classes, dim), self._mesh, show)
 
     def _losses(self, features: Features, variables: Any) -> TaskResult:
         scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
@@ -270,13 +258,9 @@ class Suite:
             metrics["batch_loss"] = batch_loss(*inputs, size, self._implementation)
         return TaskResult(name="validation", kind="loss", metrics=metrics, main_metric="loss", images=len(features))
 
-    def _pixels(self, example: Example) -> np.ndarray:
-        """Decode an image."""
-        return pixels(example, self._max_image_pixels)
-
     def _show(self, example: Example) -> np.ndarray:
         """Decode an image and transform it for the model."""
-        return resize_center_crop(self._pixels(example), self._image_size, self._resize)
+        return resize_center_crop(pixels(example, self._max_image_pixels), self._image_size, self._resize)
 
     def _classifier(self, classes: Classes, variables: Any, dim: int | None) -> np.ndarray:
         size, encode = self._config.batch_size, dataclasses.replace(self._encode_text, dim=dim)
@@ -284,7 +268,7 @@ class Suite:
         return prompt_ensembles(encode, variables, self._tokenizer, texts, self._mesh, size)
 
     def _encode(self, source: Source, variables: Any) -> Features:
-        texts = any(opened.source is source and opened.retrieval for opened in self._tasks)
+        texts = any(opened.source is source and opened.kind == "retrieval" for opened in self._tasks)
         batches = eval_batches(
             source,
             tokenizer=self._tokenizer if texts else None,
@@ -297,10 +281,8 @@ class Suite:
             max_image_pixels=self._max_image_pixels,
         )
         progress = Progress(f"{source.name} {source.split}", len(batches), "batches", self._say)
-        encode_text = self._encode_text if texts else None
-        return encode_split(
-            self._encode_image, encode_text, variables, self._readable(source, batches, progress), self._mesh
-        )
+        readable, encode_text = self._readable(source, batches, progress), self._encode_text if texts else None
+        return encode_split(self._encode_image, encode_text, variables, readable, self._mesh)
 
     def _readable(self, source: Source, batches: Iterable[Batch], progress: Progress) -> Iterator[Batch]:
         """Count the bad records of batches up to their limit, and log them in one line."""
@@ -323,18 +305,14 @@ class Suite:
         if bad:
             _logger.warning(
                 "%d of %d images of %s, split %s, cannot be read and are left out; first: %s",
-                len(bad),
-                len(source),
-                source.name,
-                source.split,
-                bad[0],
+                *(len(bad), len(source), source.name, source.split, bad[0]),
             )
 
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]
         captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
-        arguments = captions, _Images(source, features.index, self._pixels), text @ features.image.T, path
-        Outputs().attempt(path, lambda: plot_retrieval_grid(*arguments))
+        images = _Images(source, features.index, functools.partial(pixels, max_pixels=self._max_image_pixels))
+        Outputs().attempt(path, lambda: plot_retrieval_grid(captions, images, text @ features.image.T, path))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeGuard
 
 from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import files, paths, splits, table
-from infcl_jax.data.sources.labels import Templates, checked_prompts, class_templates
-from infcl_jax.evaluation.benchmark_source import SHARD_COUNT, is_karpathy
+from infcl_jax.data.sources.labels import checked_prompts, class_templates
+from infcl_jax.evaluation.benchmark_source import SHARD_COUNT, karpathy_images
 from infcl_jax.evaluation.class_data import class_data, read_class_names, read_templates
 from infcl_jax.evaluation.few_shot import SHOTS, check_options
 from infcl_jax.evaluation.labeled import check_strength
@@ -26,8 +26,6 @@ from infcl_jax.runtime.processes import is_lead
 
 PROBES = ("linear_probe", "few_shot")
 TASK_KINDS = ("zero_shot", "retrieval", *PROBES)
-GROUP_METRICS = {"worst_group_top1": 1, "worst_group_top5": 5}  # cutoff k by main metric
-CLASSIFICATION_METRICS = ("top1", "top5", "mean_per_class_recall", "macro_f1", *GROUP_METRICS)
 
 _SPLIT = "test"  # of all benchmarks in the layout of clip_benchmark
 # Kinds of task that use a field; the others use all kinds.
@@ -124,8 +122,8 @@ class Task:
                     f"expected {name} of task {self.name} to be texts, a file or a public data set, got {value!r}"
                 )
         if isinstance(self.templates, tuple) and not _is_by_class(self.templates):
-            for template in self.templates:
-                checked_template(str(template), f"templates of task {self.name}")
+            origin = f"templates of task {self.name}"
+            object.__setattr__(self, "templates", tuple(checked_template(str(text), origin) for text in self.templates))
         if self.gallery is not None and (not isinstance(self.gallery, int) or self.gallery < 1):
             raise ValueError(f"expected an integer gallery >= 1 in task {self.name}, got {self.gallery!r}")
         if self.kind in PROBES and self.train_split == self.split:
@@ -196,15 +194,7 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
 
 
 def check_names(tasks: Iterable[Task], reserved: Iterable[str] = ()) -> None:
-    """Check that tasks have different names.
-
-    Args:
-      tasks: all tasks.
-      reserved: names of other results.
-
-    Raises:
-      ValueError: two tasks have the same name, or one has a reserved name.
-    """
+    """Check that tasks differ in their names, also from the reserved names of other results."""
     for name, count in collections.Counter([*reserved, *(task.name for task in tasks)]).items():
         if count > 1:
             raise ValueError(
@@ -249,7 +239,7 @@ def _task_of_path(name: str) -> Task | None:
 
 def _evaluation_split(path: str) -> str:
     """Return the split of a dataset that an evaluation uses; "train" is that of a dataset without splits."""
-    if files.is_file(f"{path}/{_SPLIT}/{SHARD_COUNT}") or is_karpathy(path):
+    if files.is_file(f"{path}/{_SPLIT}/{SHARD_COUNT}") or karpathy_images(path) is not None:
         return _SPLIT
     for split in (_SPLIT, "validation") if os.path.isdir(path) else ():
         with contextlib.suppress(ValueError):  # of a folder without this split
@@ -307,12 +297,15 @@ def task_classes(task: Task, source: Source) -> Classes:
       ValueError: the dataset has no classes and the task names none, or a name or file is wrong.
       FileNotFoundError: a file is missing.
     """
-    names, templates, origin = task.class_names, _task_templates(task), f"templates of {task.name}"
+    names, templates, origin = task.class_names, task.templates, f"templates of {task.name}"
     if isinstance(names, str):
         names = read_class_names(names) if _is_file_name(names) else class_data(names).classes
+    if isinstance(templates, str):
+        templates = read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
     if templates is not None:
         own_names = classes(source).names if names is None else names
-        return Classes(own_names, class_templates(templates, own_names, origin))
+        by_class = dict(templates) if _is_by_class(templates) else templates
+        return Classes(own_names, class_templates(by_class, own_names, origin))
     own = classes(source)
     names = own.names if names is None else names
     if isinstance(own.templates[0], str):
@@ -320,18 +313,6 @@ def task_classes(task: Task, source: Source) -> Classes:
     if len(names) != len(own.templates):
         raise ValueError(f"{origin}: expected prompts of all {len(names)} classes, got {len(own.templates)}")
     return Classes(names, own.templates)
-
-
-def _task_templates(task: Task) -> Templates | None:
-    """Return the templates of a task, or its prompts by class name; None without any."""
-    templates = task.templates
-    if isinstance(templates, str):
-        return read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
-    if _is_by_class(templates):
-        return dict(templates)
-    if templates is None:
-        return None
-    return tuple(checked_template(str(text), f"templates of task {task.name}") for text in templates)
 
 
 def _are_texts(value: tuple[str, ...] | str | None) -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement
+
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 
 from infcl_jax.evaluation.html_page import add
 
@@ -72,14 +76,7 @@ _LOG_RATIO = 200.0  # of positive values, from which on an axis is logarithmic
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Line of a chart.
-
-    Attributes:
-      name: name in the legend.
-      color: index in `COLORS`, taken modulo their number.
-      x: increasing coordinates.
-      y: values; non-finite ones leave gaps.
-    """
+    """Line of a chart: increasing x, and y, whose non-finite values leave gaps."""
 
     name: str
     color: int
@@ -89,17 +86,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Limits of the axes of a chart.
-
-    Attributes:
-      x: limits of x.
-      y: limits of y.
-      log: whether y is logarithmic.
-    """
+    """Limits of the axes of a chart."""
 
     x: tuple[float, float]
     y: tuple[float, float]
-    log: bool
+    log: bool  # whether y is logarithmic
 
     def left(self, x: float) -> float:
         """Return the horizontal SVG coordinate of x."""
@@ -125,10 +116,12 @@ def add_chart(
 ) -> None:
     """Add a line chart with a legend, which shows the values at the pointer.
 
+    Lines without a finite value are only in the legend.
+
     Args:
       parent: element that gets the chart.
       title: title with the unit.
-      lines: lines; those without a finite value are only in the legend.
+      lines: lines of the chart.
       x_label: name of the x axis.
       x_limits: limits of the x axis, the same in all charts of a page.
       y_lines: lines whose values the y axis covers: `lines`, and those of charts with the same axis.
@@ -169,46 +162,25 @@ def format_value(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return the values of ticks: multiples of 1, 2 or 5 times 10^n.
-
-    Args:
-      low: lower limit.
-      high: upper limit, above `low`.
-      count: approximate number.
-    """
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
 def thin(x: Sequence[float], y: Sequence[float], limit: int = _POINTS) -> list[tuple[float, float, float, float]]:
     """Reduce a line to at most `limit` buckets of neighboring points.
 
-    Args:
-      x: increasing coordinates.
-      y: values; a bucket without finite ones is NaN.
-      limit: largest number of buckets.
-
     Returns:
-      (last x, mean, minimum, maximum) of each bucket.
+      (last x, mean, minimum, maximum) of each bucket; NaN of a bucket without finite values.
     """
     size = max(1, math.ceil(len(x) / limit))
     buckets = []
     for start in range(0, len(x), size):
-        finite = [value for value in y[start : start + size] if math.isfinite(value)]
-        mean = math.fsum(finite) / len(finite) if finite else math.nan
-        end = min(start + size, len(x)) - 1
-        buckets.append((x[end], mean, min(finite, default=math.nan), max(finite, default=math.nan)))
+        finite = [value for value in y[start : start + size] if math.isfinite(value)] or [math.nan]
+        buckets.append((x[start : start + size][-1], statistics.fmean(finite), min(finite), max(finite)))
     return buckets
 
 
 def _axes(lines: Sequence[Line], x_limits: tuple[float, float], references: Sequence[float], from_zero: bool) -> Axes:
     values = [y for line in lines for y in line.y if math.isfinite(y)]
-    if not from_zero and values and min([*values, *references]) > 0 and max(values) > _LOG_RATIO * min(values):
-        return Axes(x_limits, (min([*values, *references]) / 1.2, max([*values, *references]) * 1.2), log=True)
     low, high = min([*values, *references], default=0.0), max([*values, *references], default=1.0)
+    if not from_zero and values and low > 0 and max(values) > _LOG_RATIO * min(values):
+        return Axes(x_limits, (low / 1.2, high * 1.2), log=True)
     if low >= 0 and (from_zero or low < 0.5 * high):
         low = 0.0
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
@@ -216,17 +188,12 @@ def _axes(lines: Sequence[Line], x_limits: tuple[float, float], references: Sequ
 
 
 def _add_grid(svg: Element, axes: Axes, x_label: str) -> None:
-    low, high = axes.y
-    if axes.log:
-        powers = [10.0**i for i in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
-        y_ticks = powers[:: math.ceil(len(powers) / 6)]
-    else:
-        y_ticks = ticks(low, high)
-    for value in y_ticks:
+    linear = MaxNLocator(6, steps=(1, 2, 5, 10))
+    for value in _ticks(axes.y, LogLocator(numticks=7) if axes.log else linear):
         y = axes.top(value)
         _line(svg, "grid", _LEFT, y, _RIGHT, y)
         add(svg, "text", _short(value), {"x": str(_LEFT - 6), "y": _number(y + 4), "text-anchor": "end"})
-    for value in ticks(*axes.x):
+    for value in _ticks(axes.x, linear):
         x = axes.left(value)
         _line(svg, "grid", x, _TOP, x, _BOTTOM)
         add(svg, "text", _short(value), {"x": _number(x), "y": str(_BOTTOM + 15), "text-anchor": "middle"})
@@ -234,18 +201,19 @@ def _add_grid(svg: Element, axes: Axes, x_label: str) -> None:
     add(svg, "text", x_label, {"x": middle, "y": str(_HEIGHT - 4), "text-anchor": "middle"})
 
 
+def _ticks(limits: tuple[float, float], locator: Locator) -> list[float]:
+    return [value for value in locator.tick_values(*limits).tolist() if limits[0] <= value <= limits[1]]
+
+
 def _add_line(svg: Element, axes: Axes, line: Line) -> list[tuple[float, float | None]]:
     """Draw a line, broken at non-finite values, and return its points."""
     color = COLORS[line.color % len(COLORS)]
     dash = ("", "6 3", "2 3")[line.color // len(COLORS) % 3]
     points = thin(line.x, line.y)
-    segments: list[list[tuple[float, float, float, float]]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            segments[-1].append(point)
-        elif segments[-1]:
-            segments.append([])
-    for segment in filter(None, segments):
+    for drawn, group in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+        if not drawn:
+            continue
+        segment = list(group)
         if len(line.x) > len(points):
             band = [(x, low) for x, _, low, _ in segment] + [(x, high) for x, _, _, high in reversed(segment)]
             SubElement(svg, "polygon", {"points": _points(axes, band), "fill": color})

@@ -32,19 +32,12 @@ STYLE = """
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """Presentation of a metric.
+    """Presentation of a metric."""
 
-    Attributes:
-      title: title of its chart, with the unit.
-      scale: factor from the logged value to the unit.
-      from_zero: whether the y axis starts at 0.
-      y_axis: name of a y axis that charts share; None: an axis of its own.
-    """
-
-    title: str
-    scale: float = 1.0
-    from_zero: bool = False
-    y_axis: str | None = None
+    title: str  # with the unit
+    scale: float = 1.0  # factor from the logged value to the unit
+    from_zero: bool = False  # whether the y axis starts at 0
+    y_axis: str | None = None  # name of a y axis that charts share; None: an axis of its own
 
 
 SPEED = {
@@ -74,10 +67,6 @@ def add_curves(parent: Element, runs: Sequence[RunRecord]) -> None:
 
     A chart has all runs that logged its metric more than once. All charts have the same x axis. Examples are the first
     choice if the batch sizes differ, otherwise steps.
-
-    Args:
-      parent: element that gets the charts.
-      runs: runs of the report.
     """
     sections = _sections(runs)
     if not any(sections.values()):
@@ -106,7 +95,8 @@ def _sections(runs: Sequence[RunRecord]) -> dict[str, dict[str, Metric]]:
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     scores = {name: Metric(f"{words(name)}, %", 100.0, from_zero=True) for name in names if is_score(name)}
     known = {*_LOSSES, *_OPTIMIZATION, *SPEED, *_HIDDEN}.union(*(run.evaluated for run in runs))
-    others = {name: Metric(words(name)) for name in names if name not in known and any(_all_values(runs, name))}
+    logged = {name: [point.value for run in runs for point in run.series.get(name, ())] for name in names}
+    others = {name: Metric(words(name)) for name in names if name not in known and any(logged[name])}
     sections = {
         "Learning": _LOSSES | scores,
         "Optimization": _OPTIMIZATION,
@@ -114,7 +104,9 @@ def _sections(runs: Sequence[RunRecord]) -> dict[str, dict[str, Metric]]:
         "Other metrics": others,
     }
     return {
-        title: {name: metric for name, metric in metrics.items() if any(len(_points(run, name)) > 1 for run in runs)}
+        title: {
+            name: metric for name, metric in metrics.items() if any(len(run.series.get(name, ())) > 1 for run in runs)
+        }
         for title, metrics in sections.items()
     }
 
@@ -153,7 +145,7 @@ def _lines(runs: Sequence[RunRecord], name: str, scale: float, x: Callable[[RunR
     """Return the lines of the runs that logged a metric, without points of an unknown x."""
     lines = []
     for color, run in enumerate(runs):
-        points = [(x(run, point), scale * point.value) for point in _points(run, name)]
+        points = [(x(run, point), scale * point.value) for point in run.series.get(name, ())]
         if finite := [point for point in points if math.isfinite(point[0])]:
             lines.append(Line(run.name, color, *zip(*finite, strict=True)))
     return lines
@@ -189,11 +181,3 @@ def _limits(runs: Sequence[RunRecord], x: Callable[[RunRecord, Point], float]) -
     """Return the limits of x over all metrics."""
     values = [x(run, point) for run in runs for points in run.series.values() for point in (points[0], points[-1])]
     return 0.0, max(filter(math.isfinite, values), default=0.0) or 1.0
-
-
-def _all_values(runs: Sequence[RunRecord], name: str) -> list[float]:
-    return [point.value for run in runs for point in _points(run, name)]
-
-
-def _points(run: RunRecord, name: str) -> Sequence[Point]:
-    return run.series.get(name, ())

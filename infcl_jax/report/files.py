@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import warnings as python_warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +42,29 @@ def read_examples(path: Path, warnings: list[str]) -> dict[str, dict[str, list[d
     tasks, damaged = {}, 0
     for name, task in read_json(path, dict, warnings).items():
         task = task if isinstance(task, dict) else {"examples": [task]}
-        entries = {kind: task.get(kind, []) for kind in _VALID}
-        entries = {kind: values if isinstance(values, list) else [values] for kind, values in entries.items()}
-        tasks[name] = {kind: list(filter(_VALID[kind], values)) for kind, values in entries.items()}
-        damaged += sum(len(values) - len(tasks[name][kind]) for kind, values in entries.items())
+        tasks[name] = {}
+        for kind, form in _FORMS.items():
+            entries = task.get(kind, [])
+            entries = entries if isinstance(entries, list) else [entries]
+            tasks[name][kind] = [
+                entry
+                for entry in entries
+                if _has_form(entry, form)
+                and (kind != "examples" or len(entry["predicted"]) == len(entry["similarity"]))
+            ]
+            damaged += len(entries) - len(tasks[name][kind])
     if damaged:
         warnings.append(f"{path.name}: {damaged} damaged entries are left out")
     return tasks
 
 
-def _is_confusion(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("expected"), str)
-        and isinstance(entry.get("predicted"), str)
-        and integer(entry.get("images")) is not None
-    )
-
-
-def _is_example(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    texts, similarity = [entry.get("expected"), entry.get("predicted")], entry.get("similarity")
-    return (
-        isinstance(entry.get("image"), str)
-        and all(isinstance(values, list) and all(isinstance(text, str) for text in values) for values in texts)
-        and isinstance(similarity, list)
-        and len(similarity) == len(texts[1])
-        and all(number(value) is not None for value in similarity)
-        and isinstance(entry.get("correct"), bool)
-    )
-
-
-_VALID: dict[str, Callable[[Any], bool]] = {"confusions": _is_confusion, "examples": _is_example}
+def _has_form(value: Any, form: Any) -> bool:
+    """Return whether a JSON value has the form of an entry of `_FORMS`."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(_has_form(value.get(name), field) for name, field in form.items())
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(entry, form[0]) for entry in value)
+    return isinstance(value, form) if isinstance(form, type) else form(value) is not None
 
 
 def read_picture(path: Path, warnings: list[str]) -> bytes | None:
@@ -115,3 +104,10 @@ def byte_size(value: object) -> float | None:
     """Return a size of memory; None for anything else."""
     size = number(value)
     return size if size is not None and 0 <= size < math.inf else None
+
+
+# Fields of entries of `infcl_jax.evaluation.writers.write_examples`.
+_FORMS: dict[str, dict[str, Any]] = {
+    "confusions": {"expected": str, "predicted": str, "images": integer},
+    "examples": {"image": str, "expected": [str], "predicted": [str], "similarity": [number], "correct": bool},
+}

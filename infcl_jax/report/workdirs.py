@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import io
 import math
@@ -47,16 +46,10 @@ _DATED = re.compile(
 
 
 class Point(NamedTuple):
-    """Value of a metric at a step.
-
-    Attributes:
-      step: training step.
-      time: seconds since the Unix epoch.
-      value: value, which may be infinite or NaN.
-    """
+    """Value of a metric at a step, which may be infinite or NaN."""
 
     step: int
-    time: float
+    time: float  # seconds since the Unix epoch
     value: float
 
 
@@ -137,11 +130,7 @@ class RunRecord:
         return [point.value for point in self.series.get(name, ()) if math.isfinite(point.value)]
 
     def state(self, now: float | None = None) -> str:
-        """Describe how far the run is.
-
-        Args:
-          now: seconds since the Unix epoch; None: the current time.
-        """
+        """Describe how far the run is at a time in seconds since the Unix epoch; None: now."""
         if self.running:
             return "running"
         if self.last is None:
@@ -197,7 +186,7 @@ def read_run(workdir: str | Path, name: str) -> RunRecord:
         grid=read_picture(folder / GRID_FILE, warnings),
         messages=_read_messages(folder / LOG_FILE, warnings),
         warnings=tuple(warnings),
-        running=_is_locked(folder / LOCK_FILE),
+        running=_is_held(folder / LOCK_FILE),
     )
 
 
@@ -240,19 +229,14 @@ def _read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
         if not warnings:
             warnings.append(f"no {METRICS_FILE}: the run has not logged a step")
         return []
-    lines, damaged = [], []
-    for index, raw in enumerate(content.splitlines(), start=1):
-        line = parse_line(raw)
-        if line is None:
-            damaged.append(index)
-        else:
-            lines.append(line)
+    lines = [parse_line(raw) for raw in content.splitlines()]
+    damaged = [number for number, line in enumerate(lines, start=1) if line is None]
     if damaged:
         plural = f"lines {', '.join(map(str, damaged[:5]))}{' ...' if len(damaged) > 5 else ''} are"
         which = plural if len(damaged) > 1 else f"line {damaged[0]} is"
-        last = " (a run that is killed while it writes leaves its last line so)" if damaged == [index] else ""
+        last = " (a run that is killed while it writes leaves its last line so)" if damaged == [len(lines)] else ""
         warnings.append(f"{METRICS_FILE}: {which} damaged and left out{last}")
-    return lines
+    return [line for line in lines if line is not None]
 
 
 def _series(lines: list[dict[str, Any]]) -> tuple[dict[str, list[Point]], frozenset[str]]:
@@ -272,18 +256,18 @@ def _series(lines: list[dict[str, Any]]) -> tuple[dict[str, list[Point]], frozen
 
 def _nonfinite(series: dict[str, list[Point]]) -> list[str]:
     """Name the metrics with values that are not finite."""
-    bad = {name: [p.step for p in points if not math.isfinite(p.value)] for name, points in series.items()}
-    more = {name: f" and {len(steps) - 1} later ones" if len(steps) > 1 else "" for name, steps in bad.items()}
-    return [f"{name} is not finite at step {steps[0]}{more[name]}" for name, steps in bad.items() if steps]
+    messages = []
+    for name, points in series.items():
+        if steps := [point.step for point in points if not math.isfinite(point.value)]:
+            more = f" and {len(steps) - 1} later ones" if len(steps) > 1 else ""
+            messages.append(f"{name} is not finite at step {steps[0]}{more}")
+    return messages
 
 
 def _latest_results(lines: list[dict[str, Any]]) -> tuple[dict[str, float], int | None]:
     """Return the metrics and the step of the latest evaluation."""
-    evaluations = [line for line in lines if "loss" not in line]
-    if not evaluations:
-        return {}, None
-    latest = max(evaluations, key=lambda line: line["step"])
-    return {name: value for name, value in latest.items() if name not in ("step", "time")}, latest["step"]
+    latest = max((line for line in lines if "loss" not in line), key=lambda line: line["step"], default={})
+    return {name: value for name, value in latest.items() if name not in ("step", "time")}, latest.get("step")
 
 
 def _read_messages(path: Path, warnings: list[str]) -> tuple[str, ...]:
@@ -303,15 +287,16 @@ def _is_message(line: bytes) -> bool:
     return dated[1] in known or dated[1].endswith(b"Error") or b"Interrupt" in dated[1]
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a lock names a holder that has touched it recently."""
-    with contextlib.suppress(OSError):
-        status = path.stat()
-        return status.st_size > 0 and time.time() - status.st_mtime < STALE
-    return False
-
-
 def _time(line: dict[str, int | float]) -> float:
     """Return the time of a line; NaN for one that is no Unix time."""
     seconds = line.get("time", math.nan)
     return float(seconds) if 0 <= seconds < _LATEST else math.nan
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether a lock names a holder that has touched it recently."""
+    try:
+        status = lock.stat()
+    except OSError:
+        return False
+    return status.st_size > 0 and time.time() - status.st_mtime < STALE

@@ -89,19 +89,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
 
 
 def changed_config(workdir: str | Path, changes: Mapping[str, Any]) -> tuple[RunConfig, dict[str, tuple[Any, Any]]]:
-    """Return the settings of a run with the changes of an evaluation.
-
-    Args:
-      workdir: directory of the run.
-      changes: see `evaluate`.
-
-    Returns:
-      The settings, and those that differ from the run's, see `changed_settings`.
-
-    Raises:
-      FileNotFoundError: no run in `workdir`.
-      ValueError: a change is not allowed, or a setting is wrong.
-    """
+    """Return the settings of a run with the changes of an evaluation, and those that differ from the run's."""
     old = run.saved_config(workdir)
     config = with_changes(old, changes)
     if "precision" not in changes:

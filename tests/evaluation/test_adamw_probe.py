@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from infcl_jax.evaluation import adamw_probe
-from infcl_jax.evaluation.adamw_probe import WEIGHT_DECAYS, train_adamw
+from infcl_jax.evaluation.linear_probe import WEIGHT_DECAYS, train_adamw
 from infcl_jax.runtime.mesh import data_mesh
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "linear_probe.npz"))

@@ -14,8 +14,7 @@ from infcl_jax.evaluation.metrics import (
     mean_average_precision,
     worst_group_accuracy,
 )
-from infcl_jax.evaluation.retrieval import retrieval_map
-from infcl_jax.evaluation.zero_shot import class_ranks
+from infcl_jax.evaluation.retrieval import class_ranks, retrieval_map
 from infcl_jax.inference.features import l2_normalize
 from infcl_jax.runtime.mesh import data_mesh
 

@@ -3,7 +3,7 @@
 import pytest
 
 from infcl_jax.data import BadRecordError
-from infcl_jax.evaluation.probed import check_labels, check_records
+from infcl_jax.evaluation.scoring import check_labels, check_records
 
 
 class Labels:
@@ -59,7 +59,7 @@ def test_all_labels_are_read_only_if_the_dataset_names_more_classes(monkeypatch)
     source = Labels(labels)
     check_labels(source, 2, "a")
     assert source.reads <= 16
-    monkeypatch.setattr("infcl_jax.evaluation.probed.own_class_count", lambda source: 3)
+    monkeypatch.setattr("infcl_jax.evaluation.scoring.own_class_count", lambda source: 3)
     with pytest.raises(ValueError, match=r"record 500 .* has the label 2"):
         check_labels(source, 2, "a")
     check_labels(Labels([0, 1] * 500), 2, "a")  # a split with a part of the classes

@@ -18,7 +18,7 @@ from infcl_jax.evaluation import plot_retrieval_grid
 from infcl_jax.evaluation.results import Confusion, ExamplePrediction, TaskResult
 from infcl_jax.evaluation.writers import EXAMPLES_FILE, write_examples
 from infcl_jax.report import read_run, read_runs, report_runs, write_report
-from infcl_jax.report.charts import thin, ticks
+from infcl_jax.report.charts import thin
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.run_console import LOG_FILE
 from infcl_jax.runtime.workdir_lock import LOCK_FILE
@@ -296,14 +296,6 @@ def test_the_command_needs_no_devices(tmp_path):
     (finished,) = runs.finish(process)
     assert finished == (0, f"report: {output}\n", "")
     assert Page(output).rows["State"] == ["finished"]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.5, 9), (0.00012, 0.00013), (1e6, 7e9)])
-def test_ticks_are_round_and_inside(low, high):
-    values = ticks(low, high)
-    assert 2 <= len(values) <= 10 and low <= values[0] and values[-1] <= high
-    mantissa = float(f"{values[1] - values[0]:.6e}".split("e")[0])
-    assert mantissa in (1, 2, 5) and all(value == float(f"{value:.6g}") for value in values)
 
 
 def test_thinning_keeps_extremes_and_gaps():

@@ -47,16 +47,15 @@ def test_ridge_solves_the_normal_equations(count):
 @pytest.mark.parametrize("classifier", ["logistic", "ridge"])
 def test_metrics_are_means_over_draws(classifier):
     train, test = samples(60, 1, noise=1.5), samples(60, 2, noise=1.5)
-    result = few_shot(*train, *test, shots=(1, 4), repeats=3, classifier=classifier, regularization=1.0)
+    result = few_shot(*train, *test, shots=(1, 4), repeats=2, classifier=classifier, regularization=1.0)
     assert set(result.metrics) == {"1_shot", "1_shot_std", "4_shot", "4_shot_std"}
     for k, draws in result.draws.items():
-        assert len(draws) == 3
+        assert len(draws) == 2
         assert result.metrics[f"{k}_shot"] == np.mean(draws)
         assert result.metrics[f"{k}_shot_std"] == np.std(draws)
     assert result.metrics["1_shot"] < result.metrics["4_shot"]
-    assert few_shot(*train, *test, shots=(1,), repeats=1, seed=2, classifier=classifier, regularization=1.0).draws[
-        1
-    ] == (result.draws[1][2],)
+    second = few_shot(*train, *test, shots=(1,), repeats=1, seed=1, classifier=classifier, regularization=1.0)
+    assert second.draws[1] == (result.draws[1][1],)
 
 
 def test_all_samples_are_the_linear_probe():

@@ -31,9 +31,7 @@ def correlated(rng, images, owner, dim=8, noise=1.0):
     return image, text.astype(np.float32)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("blocks", [None, (7, 3)])
-@pytest.mark.parametrize("samples", [1, 13, 101])
+@pytest.mark.parametrize(("devices", "blocks", "samples"), [(1, None, 13), (8, (7, 3), 101), (8, None, 1)])
 def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, blocks, samples):
     if blocks:
         monkeypatch.setattr(search, "_QUERY_ROWS", blocks[0])
@@ -46,13 +44,12 @@ def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, bloc
     assert samples == 1 or 0 < recall["image_to_text_r1"] < recall["image_to_text_r10"]
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_equals_brute_force_with_several_captions_an_image(devices):
+def test_equals_brute_force_with_several_captions_an_image():
     rng = np.random.default_rng(7)
     # One to five captions an image, and the captions of an image are not neighbors.
     owner = rng.permutation(np.repeat(np.arange(41), rng.integers(1, 6, 41)))
     image, text = correlated(rng, 41, owner, noise=1.5)
-    recall = retrieval_recall(image, text, data_mesh(jax.devices()[:devices]), ks=(1, 3), text_image=owner)
+    recall = retrieval_recall(image, text, data_mesh(), ks=(1, 3), text_image=owner)
     assert recall == brute_force(image, text, owner, (1, 3))
     assert set(recall) == {"image_to_text_r1", "image_to_text_r3", "text_to_image_r1", "text_to_image_r3"}
 
@@ -69,8 +66,7 @@ def pessimistic_ranks(image, text, owner, ks):
     return {f"{name}_r{k}": float(np.mean(rank < k)) for name, rank in ranks.items() for k in ks}
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("blocks", [None, (7, 3)])
+@pytest.mark.parametrize(("devices", "blocks"), [(1, (7, 3)), (8, None)])
 def test_ties_between_ragged_captions_and_duplicate_images_equal_numpy(monkeypatch, devices, blocks):
     if blocks:
         monkeypatch.setattr(search, "_QUERY_ROWS", blocks[0])
@@ -87,16 +83,15 @@ def test_ties_between_ragged_captions_and_duplicate_images_equal_numpy(monkeypat
     assert recall != brute_force(image, text, owner, (1, 2, 5))
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_similarity_is_the_cosine(scale):
+def test_similarity_is_the_cosine():
     rng = np.random.default_rng(8)
     image, text = correlated(rng, 40, np.arange(40))
-    lengths = rng.uniform(1, 5, (40, 1)).astype(np.float32) * scale
+    lengths = rng.uniform(1, 5, (40, 1)).astype(np.float32) * 1e3
     mesh = data_mesh()
     assert retrieval_recall(image * lengths, text, mesh) == retrieval_recall(image, text, mesh)
 
 
-@pytest.mark.parametrize("dim", [3, 512, 4096])
+@pytest.mark.parametrize("dim", [3, 4096])
 def test_collapsed_features_score_zero(dim):
     point = np.random.default_rng(dim).normal(size=(1, dim)).astype(np.float32)
     features = np.repeat(point, 37, axis=0)
@@ -158,16 +153,11 @@ def test_repeated_captions_are_reported_once(warned):
     assert len(warned.messages) == 2 and warned.messages[1].startswith("4 of 9 captions")
 
 
-def test_the_lead_alone_reports_repeated_captions(warned, monkeypatch):
+def test_other_processes_and_distinct_captions_report_nothing(warned, monkeypatch):
+    image = np.eye(9, dtype=np.float32)
+    retrieval_recall(image, np.repeat(image, 2, axis=0), data_mesh(), text_image=np.arange(18) // 2)
     monkeypatch.setattr(retrieval, "is_lead", lambda: False)
     retrieval_recall(np.eye(4), np.ones((4, 4)), data_mesh())
-    assert not warned.messages
-
-
-def test_distinct_captions_and_repeats_of_one_image_are_not_reported(warned):
-    image = np.eye(9, dtype=np.float32)
-    retrieval_recall(image, image, data_mesh())
-    retrieval_recall(image, np.repeat(image, 2, axis=0), data_mesh(), text_image=np.arange(18) // 2)
     assert not warned.messages
 
 

@@ -69,22 +69,6 @@ def encode(params):
     return run, encode_texts, lambda images: np.asarray(jitted["image"](images), np.float64)
 
 
-def recall(queries, items, k):
-    scores = queries @ items.T
-    return (scores.argsort(axis=1)[:, -k:] == np.arange(len(queries))[:, None]).any(axis=1).mean()
-
-
-def test_retrieval_and_loss_equal_numpy(params, results, encode):
-    image, text, _ = encode[0]("validation")
-    scale = float(np.exp(params["logit_scale"]))
-    np.testing.assert_allclose(results["validation/loss"], oracle.clip(image, text, scale)[0], rtol=1e-5)
-    image, text = image[:GALLERY], text[:GALLERY]
-    slack = 1 / GALLERY  # captions repeat in the gallery, and equal scores may be ranked either way
-    for k in (1, 5, 10):
-        assert abs(results[f"retrieval/text_to_image_r{k}"] - recall(text, image, k)) <= slack
-    assert set(results) >= {f"retrieval/image_to_text_r{k}" for k in (1, 5, 10)}
-
-
 class RaggedSource:
     """Noise with one to four captions an image, some of which several images share."""
 
@@ -100,8 +84,7 @@ class RaggedSource:
         return {"image": image, "caption": captions[0], "captions": captions, "label": -1}
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("gallery", [None, 20])
+@pytest.mark.parametrize(("devices", "gallery"), [(1, None), (8, 20)])
 def test_all_captions_are_retrieved_and_the_first_has_a_loss(params, encode, monkeypatch, devices, gallery):
     source = RaggedSource()
     monkeypatch.setattr(suite, "load_benchmark", lambda *arguments: source)
@@ -132,13 +115,6 @@ def test_zero_shot_equals_numpy(results, encode):
     for k in (1, 5):
         expected = (ranked[:, -k:] == label[:, None]).any(axis=1).mean()
         assert abs(results[f"zero_shot/top{k}"] - expected) <= 1 / len(label)
-
-
-def test_the_same_on_one_device(params, results):
-    one = make_suite(1, gallery=GALLERY, **BOTH)(replicate(oracle.mesh_of(1), {"params": params}))
-    assert one.keys() == results.keys()
-    for name, value in results.items():
-        np.testing.assert_allclose(one[name], value, rtol=1e-5, atol=0 if name.endswith("loss") else 1 / GALLERY)
 
 
 @pytest.mark.parametrize("lead", [True, False])
@@ -211,9 +187,9 @@ def test_prefixes_equal_numpy(params, results, encode):
     cut = make_suite(gallery=GALLERY, prefixes=(dim, 16), **BOTH)(variables)
     assert {name: cut[name] for name in results} == results
     assert {name.split("/")[0] for name in cut.keys() - results.keys()} == {f"retrieval@{dim}", f"zero_shot@{dim}"}
-    image, text, _ = (array[..., :dim] for array in encode[0]("validation"))
-    image, text = oracle.unit(image[:GALLERY]), oracle.unit(text[:GALLERY])
-    assert abs(cut[f"retrieval@{dim}/text_to_image_r1"] - recall(text, image, 1)) <= 1 / GALLERY
+    image, text = (array[:GALLERY, :dim] for array in encode[0]("validation")[:2])
+    recall = ((oracle.unit(text) @ oracle.unit(image).T).argmax(axis=1) == np.arange(GALLERY)).mean()
+    assert abs(cut[f"retrieval@{dim}/text_to_image_r1"] - recall) <= 1 / GALLERY
     image, _, label = encode[0]("zero_shot")
     names, templates = classes(load_source("digits", "zero_shot"))
     prompts = [np.stack([encode[1]([template.format(name)])[0] for template in templates]) for name in names]

@@ -135,8 +135,7 @@ def test_chunks_of_a_document_count_once(tmp_path):
     assert suite.metrics(np.array([[0, 3, 2, 1, 4]])) == {"mrr10": 0.5, "recall1000": 1.0}
 
 
-@pytest.mark.parametrize("block", [700, 2**17])
-@pytest.mark.parametrize("spread", [1, 900])  # rows between the chunks of a document
+@pytest.mark.parametrize(("block", "spread"), [(700, 1), (2**17, 900)])  # rows between the chunks of a document
 def test_the_recall_is_cut_at_documents(tmp_path, monkeypatch, block, spread):
     """Every document is relevant, and the passages are in the order of their scores."""
     monkeypatch.setattr(text_retrieval, "RECALL", 400)

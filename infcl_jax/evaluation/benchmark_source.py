@@ -172,14 +172,8 @@ class KarpathySource(FileSource):
     """Images and captions of Karpathy's splits of COCO and Flickr30k.
 
     The file `dataset_coco.json` or `dataset_flickr30k.json` has "images" with "filename", "split", "sentences" with
-    "raw" texts and, for COCO, "filepath", the folder of the image (Karpathy & Fei-Fei 2015, arXiv:1412.2306).
-
-    Args:
-      path: JSON file.
-      split: "train", "val", "test" or "restval".
-      images: value of "images".
-      folder: folder of the images; None: that of the JSON file.
-      outside: whether images are also on other file systems, or only in the folder; see `paths.resolve`.
+    "raw" texts and, for COCO, "filepath", the folder of the image (Karpathy & Fei-Fei 2015, arXiv:1412.2306). Without
+    a folder, the images are beside the JSON file. For `outside`, see `paths.resolve`.
 
     Raises:
       ValueError: the split is unknown, an image lacks a field, or paths leave the folder and must not.

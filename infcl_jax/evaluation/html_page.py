@@ -52,7 +52,7 @@ def new_page(title: str, *, style: str = "", script: str = "") -> tuple[Element,
     Args:
       title: title and heading.
       style: CSS rules after those of all pages.
-      script: JavaScript, run at the end of the page.
+      script: JavaScript, which the caller adds to the end of the body.
 
     Returns:
       The root, for `write_html`, and the body.

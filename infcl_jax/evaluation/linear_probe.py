@@ -202,14 +202,8 @@ def search_regularization(
     """Search the L2 strength with the best validation result.
 
     CLIP's parametric binary search (arXiv:2103.00020, appendix A.3) starts with 1e-6, 1e-4, ..., 1e6 and halves the
-    interval around the peak down to 8 steps per decade. Of equal results, the stronger penalty wins.
-
-    Args:
-      train: training samples.
-      validation: validation samples.
-      mesh: mesh with an axis "data".
-      metric: metric to maximize, one of `METRICS`.
-      options: `max_iterations` and `tolerance` of `LogisticRegressionSolver`.
+    interval around the peak down to 8 steps per decade. Of equal results, the stronger penalty wins. Options are those
+    of `LogisticRegressionSolver`.
 
     Returns:
       The best strength, and the validation result of every strength that was tried.

@@ -25,19 +25,12 @@ PADDING = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearClassifier:
-    """Linear classifier of features.
+    """Linear classifier of features."""
 
-    Attributes:
-      weights: float32 [D, K].
-      bias: float32 [K].
-      classes: int64 [K], labels of the training set, ascending.
-      regularization: L2 strength lambda, or weight decay of AdamW.
-    """
-
-    weights: np.ndarray
-    bias: np.ndarray
-    classes: np.ndarray
-    regularization: float
+    weights: np.ndarray  # float32 [D, K]
+    bias: np.ndarray  # float32 [K]
+    classes: np.ndarray  # int64 [K], labels of the training set, ascending
+    regularization: float  # L2 strength lambda, or weight decay of AdamW
 
     def ranks(self, features: np.ndarray, labels: np.ndarray, mesh: Mesh) -> np.ndarray:
         """Return the rank of the true class of each sample, int64 [n].
@@ -54,17 +47,11 @@ class LinearClassifier:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogisticRegression(LinearClassifier):
-    """Fitted multinomial logistic regression.
+    """Fitted multinomial logistic regression."""
 
-    Attributes:
-      loss: regularized training loss, summed over the samples, in nats.
-      iterations: L-BFGS iterations.
-      converged: whether L-BFGS stopped before its maximum number of iterations.
-    """
-
-    loss: float
-    iterations: int
-    converged: bool
+    loss: float  # regularized training loss, summed over the samples, in nats
+    iterations: int  # of L-BFGS
+    converged: bool  # whether L-BFGS stopped before its maximum number of iterations
 
 
 class LogisticRegressionSolver:
@@ -135,19 +122,14 @@ def _split(table: np.ndarray) -> dict[str, np.ndarray]:
 
 def _shard(features: np.ndarray, index: np.ndarray, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     """Pad samples to equal tiles on each device and shard them."""
-    chunks = _chunks(-(-len(features) // mesh.size))
+    chunks = -(-len(features) // (mesh.size * _CHUNK_ROWS))
     x = shard_rows(mesh, np.asarray(features, np.float32), multiple=chunks)
     return x, shard_rows(mesh, np.asarray(index, np.int32), fill=PADDING, multiple=chunks)
 
 
-def _chunks(rows: int) -> int:
-    """Return the number of tiles for the rows of one device."""
-    return -(-rows // _CHUNK_ROWS)
-
-
 def _tiles(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split the rows of one device into tiles."""
-    chunks = _chunks(len(x))
+    chunks = -(-len(x) // _CHUNK_ROWS)
     return x.reshape(chunks, -1, x.shape[1]), index.reshape(chunks, -1)
 
 
@@ -156,13 +138,7 @@ def _logits(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(params: dict[str, jax.Array], x: jax.Array, index: jax.Array) -> jax.Array:
-    """Sum the cross-entropies of samples.
-
-    Args:
-      params: `weights` float32 [D, K] and `bias` float32 [K].
-      x: float32 [n, D].
-      index: int32 [n], class in [0, K), or `PADDING` for rows that do not count.
-    """
+    """Sum the cross-entropies of samples with classes in [0, K), or `PADDING` for rows that do not count."""
     log_probabilities = jax.nn.log_softmax(_logits(params, x))
     losses = -jnp.take_along_axis(log_probabilities, jnp.maximum(index, 0)[:, None], axis=1)[:, 0]
     return jnp.sum(jnp.where(index == PADDING, 0.0, losses))

@@ -33,13 +33,7 @@ class ExamplePrediction:
 
 @dataclasses.dataclass(frozen=True)
 class Confusion:
-    """Pair of classes that a classifier confuses.
-
-    Attributes:
-      expected: class of the images.
-      predicted: class that the model predicts.
-      images: number of these images.
-    """
+    """Pair of classes that a classifier confuses, with the number of images."""
 
     expected: str
     predicted: str

@@ -44,19 +44,12 @@ _MAIN_METRICS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class OpenTask:
-    """Task with its data.
-
-    Attributes:
-      task: the task.
-      source: dataset; the same object for tasks on the same split.
-      classes: class names and templates of zero-shot classification; None for other kinds.
-      train: training samples of a probe; None for other kinds.
-    """
+    """Task with its data."""
 
     task: Task
-    source: Source
-    classes: Classes | None = None
-    train: Source | None = None
+    source: Source  # the same object for tasks on the same split
+    classes: Classes | None = None  # of zero-shot classification
+    train: Source | None = None  # training samples of a probe
 
     @property
     def kind(self) -> str:
@@ -101,12 +94,7 @@ class OpenTask:
 
 
 def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTask:
-    """Check a task against its dataset.
-
-    Args:
-      task: the task.
-      source: dataset of the results.
-      train: training samples of a probe; None for other kinds.
+    """Check a task against its dataset, and a probe also against its training samples.
 
     Raises:
       ValueError: the dataset lacks records, labels, captions, classes or groups, a label has no class name, the classes

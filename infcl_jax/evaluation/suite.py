@@ -69,6 +69,7 @@ class EvaluationConfig(Section, prefix="evaluation.", evaluated=True):
     zero_shot_split: str = setting("validation", "split of evaluation.zero_shot_dataset")
 
 
+@dataclasses.dataclass(eq=False)
 class Suite:
     """Evaluate a model on all devices of a mesh.
 
@@ -79,66 +80,57 @@ class Suite:
       >>> config = EvaluationConfig(retrieval_dataset="photos", retrieval_split="train")
       >>> suite = Suite(config, model, ByteTokenizer(36), image_size=16, data_dir="data", mesh=mesh)
       >>> results = suite(variables)
+
+    Attributes:
+      config: settings of the evaluation.
+      model: a `CLIP` module.
+      tokenizer: tokenizer of captions and prompts.
+      image_size: side of the square input images, in pixels.
+      data_dir: directory of the prepared datasets.
+      mesh: mesh with an axis "data".
+      implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
+      train_batch_size: pairs per batch of `validation/batch_loss`; None: skip this loss.
+      evaluations: further tasks and suites, see `load_tasks`.
+      resize: resize of images before the center crop.
+      say: function that prints a line of progress; None: no progress.
+      check: function called before each batch of a split and each task, which may raise to end an evaluation. All
+        processes call it equally often.
+      max_bad_records: maximum number of bad records of each split and process, which are left out with a warning;
+        see `infcl_jax.data.train_iterator`.
+      max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
+      prefixes: sizes of feature prefixes to evaluate besides the whole features: zero-shot classification and
+        retrieval get results of the name "task@size".
+
+    Raises:
+      FileNotFoundError: a dataset is not prepared.
+      ValueError: a dataset, split or task is unknown, a dataset lacks what `open_task` expects, or the batch size
+        is not a multiple of the number of processes.
     """
 
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        *,
-        image_size: int,
-        data_dir: str | Path,
-        mesh: Mesh,
-        implementation: str | None = None,
-        train_batch_size: int | None = None,
-        evaluations: Sequence[str] = (),
-        resize: Resize = SHORTEST_BICUBIC,
-        say: Callable[[str], None] | None = None,
-        check: Callable[[], None] | None = None,
-        max_bad_records: float | None = 0,
-        max_image_pixels: int = MAX_PIXELS,
-        prefixes: Sequence[int] = (),
-    ):
-        """Open the datasets.
+    config: EvaluationConfig
+    model: nn.Module
+    tokenizer: Tokenizer
+    _: dataclasses.KW_ONLY
+    image_size: int
+    data_dir: str | Path
+    mesh: Mesh
+    implementation: str | None = None
+    train_batch_size: int | None = None
+    evaluations: Sequence[str] = ()
+    resize: Resize = SHORTEST_BICUBIC
+    say: Callable[[str], None] | None = None
+    check: Callable[[], None] | None = None
+    max_bad_records: float | None = 0
+    max_image_pixels: int = MAX_PIXELS
+    prefixes: Sequence[int] = ()
 
-        Args:
-          config: settings of the evaluation.
-          model: a `CLIP` module.
-          tokenizer: tokenizer of captions and prompts.
-          image_size: side of the square input images, in pixels.
-          data_dir: directory of the prepared datasets.
-          mesh: mesh with an axis "data".
-          implementation: backend of `infcl_jax.pairwise_lse` for the split loss; None: the best for the platform.
-          train_batch_size: pairs per batch of `validation/batch_loss`; None: skip this loss.
-          evaluations: further tasks and suites, see `load_tasks`.
-          resize: resize of images before the center crop.
-          say: function that prints a line of progress; None: no progress.
-          check: function called before each batch of a split and each task, which may raise to end an evaluation. All
-            processes call it equally often.
-          max_bad_records: maximum number of bad records of each split and process, which are left out with a warning;
-            see `infcl_jax.data.train_iterator`.
-          max_image_pixels: largest number of pixels of an encoded image; larger ones are bad records.
-          prefixes: sizes of feature prefixes to evaluate besides the whole features: zero-shot classification and
-            retrieval get results of the name "task@size".
-
-        Raises:
-          FileNotFoundError: a dataset is not prepared.
-          ValueError: a dataset, split or task is unknown, a dataset lacks what `open_task` expects, or the batch size
-            is not a multiple of the number of processes.
-        """
+    def __post_init__(self) -> None:
+        """Open the datasets."""
+        config = self.config
         process_rows(config.batch_size, jax.process_index(), jax.process_count())
-        self._config, self._model, self._tokenizer = config, model, tokenizer
-        self._encode_image, self._encode_text = TowerEncoder(model, "encode_image"), TowerEncoder(model, "encode_text")
-        self._image_size, self._resize = image_size, resize
-        self._mesh, self._implementation = mesh, implementation
-        self._check = check or (lambda: None)
-        self._train_batch_size, self._max_bad_records = train_batch_size, max_bad_records
-        self._say = say or (lambda line: None)
-        self._max_image_pixels, self._prefixes = max_image_pixels, tuple(prefixes)
-        load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, data_dir))
+        load = functools.cache(lambda dataset, split: load_benchmark(dataset, split, self.data_dir))
         load_images = functools.cache(lambda dataset, split: by_image(load(dataset, split)))
-        named, self._averages = load_tasks(evaluations, config.data_dir or data_dir)
+        named, self._averages = load_tasks(self.evaluations, config.data_dir or self.data_dir)
         own = []
         if config.retrieval_dataset:
             data = {"dataset": config.retrieval_dataset, "split": config.retrieval_split}
@@ -160,7 +152,7 @@ class Suite:
         """Names of the results of all tasks and prefixes, sorted."""
         names = {name for name in self.chance if name.startswith("validation/")}
         for opened in self._tasks:
-            sizes = [f"@{dim}" for dim in self._prefixes] if opened.train is None else []
+            sizes = [f"@{dim}" for dim in self.prefixes] if opened.train is None else []
             names |= {f"{opened.task.name}{size}/{metric}" for size in ("", *sizes) for metric in opened.metrics}
         if self._averages:
             measured = {opened.task.name for opened in self._tasks}
@@ -171,7 +163,7 @@ class Suite:
     def chance(self) -> dict[str, float]:
         """Chance levels by name: ln(pairs) of training and validation losses in nats, 1 / classes of `top1`."""
         split_size = len(self._validation.source) if self._validation else 0
-        size = self._train_batch_size
+        size = self.train_batch_size
         pairs = {"loss": size, "validation/batch_loss": size, "validation/loss": split_size}
         losses = {name: math.log(number) for name, number in pairs.items() if number}
         named = [(opened.task.name, opened.classes) for opened in self._tasks if "top1" in opened.metrics]
@@ -215,16 +207,17 @@ class Suite:
         encoded: dict[int, Features] = {}
         last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
         for opened in self._tasks:
-            self._check()
+            if self.check:
+                self.check()
             for source in opened.sources:
                 if id(source) not in encoded:
                     encoded[id(source)] = self._encode(source, variables)
             name, features = opened.task.name, encoded[id(opened.source)]
             if opened.train is not None:
-                results[name] = score_probe(opened, encoded[id(opened.train)], features, self._mesh)
+                results[name] = score_probe(opened, encoded[id(opened.train)], features, self.mesh)
             else:
                 results[name] = self._score(opened, features, classifiers, show=show)
-                for dim in (dim for dim in self._prefixes if dim < features.image.shape[1]):
+                for dim in (dim for dim in self.prefixes if dim < features.image.shape[1]):
                     cut = self._score(opened, features.prefix(dim), classifiers, dim)
                     results[f"{name}@{dim}"] = dataclasses.replace(cut, name=f"{name}@{dim}")
             if opened is self._validation:
@@ -246,50 +239,52 @@ class Suite:
         show: Show | None = None,
     ) -> TaskResult:
         if opened.classes is None:
-            return score_retrieval(opened, first_images(features, opened.task.gallery), self._mesh, show)
-        return score_classification(opened, features, classifiers(opened.classes, dim), self._mesh, show)
+            return score_retrieval(opened, first_images(features, opened.task.gallery), self.mesh, show)
+        return score_classification(opened, features, classifiers(opened.classes, dim), self.mesh, show)
 
     def _losses(self, features: Features, variables: Any) -> TaskResult:
-        scale, _ = self._model.apply(variables, method="logit_scale_and_bias")
-        inputs = features.image, features.first_text, float(scale), self._mesh
-        metrics = {"loss": split_loss(*inputs, self._implementation)}
-        size = self._train_batch_size
+        scale, _ = self.model.apply(variables, method="logit_scale_and_bias")
+        inputs = features.image, features.first_text, float(scale), self.mesh
+        metrics = {"loss": split_loss(*inputs, self.implementation)}
+        size = self.train_batch_size
         if size is not None and size <= len(features):
-            metrics["batch_loss"] = batch_loss(*inputs, size, self._implementation)
+            metrics["batch_loss"] = batch_loss(*inputs, size, self.implementation)
         return TaskResult(name="validation", kind="loss", metrics=metrics, main_metric="loss", images=len(features))
 
     def _show(self, example: Example) -> np.ndarray:
         """Decode an image and transform it for the model."""
-        return resize_center_crop(pixels(example, self._max_image_pixels), self._image_size, self._resize)
+        return resize_center_crop(pixels(example, self.max_image_pixels), self.image_size, self.resize)
 
     def _classifier(self, classes: Classes, variables: Any, dim: int | None) -> np.ndarray:
-        size, encode = self._config.batch_size, dataclasses.replace(self._encode_text, dim=dim)
+        size, encode = self.config.batch_size, TowerEncoder(self.model, "encode_text", dim)
         texts = [prompts(classes, label) for label in range(len(classes.names))]
-        return prompt_ensembles(encode, variables, self._tokenizer, texts, self._mesh, size)
+        return prompt_ensembles(encode, variables, self.tokenizer, texts, self.mesh, size)
 
     def _encode(self, source: Source, variables: Any) -> Features:
         texts = any(opened.source is source and opened.kind == "retrieval" for opened in self._tasks)
         batches = eval_batches(
             source,
-            tokenizer=self._tokenizer if texts else None,
-            image_size=self._image_size,
-            batch_size=self._config.batch_size,
-            resize=self._resize,
+            tokenizer=self.tokenizer if texts else None,
+            image_size=self.image_size,
+            batch_size=self.config.batch_size,
+            resize=self.resize,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
             skip_bad=True,
-            max_image_pixels=self._max_image_pixels,
+            max_image_pixels=self.max_image_pixels,
         )
-        progress = Progress(f"{source.name} {source.split}", len(batches), "batches", self._say)
-        readable, encode_text = self._readable(source, batches, progress), self._encode_text if texts else None
-        return encode_split(self._encode_image, encode_text, variables, readable, self._mesh)
+        progress = Progress(f"{source.name} {source.split}", len(batches), "batches", self.say or (lambda line: None))
+        readable = self._readable(source, batches, progress)
+        encode_text = TowerEncoder(self.model, "encode_text") if texts else None
+        return encode_split(TowerEncoder(self.model, "encode_image"), encode_text, variables, readable, self.mesh)
 
     def _readable(self, source: Source, batches: Iterable[Batch], progress: Progress) -> Iterator[Batch]:
         """Count the bad records of batches up to their limit, and log them in one line."""
         bad: list[str] = []  # messages
-        limit = bad_record_limit(self._max_bad_records, source)
+        limit = bad_record_limit(self.max_bad_records, source)
         for batch in batches:
-            self._check()
+            if self.check:
+                self.check()
             bad += batch[BAD_RECORDS]["message"].tolist()
             if len(bad) > limit and jax.process_count() == 1:
                 break
@@ -299,7 +294,7 @@ class Suite:
             elsewhere = f"bad records of {source.name}, split {source.split}, on process {ranks[0]}"
             record = bad[limit] if len(bad) > limit else elsewhere
             raise BadRecordError(
-                f"{record}; more than the {limit} bad records of a split that {describe_limit(self._max_bad_records)}"
+                f"{record}; more than the {limit} bad records of a split that {describe_limit(self.max_bad_records)}"
                 " allows, check the data"
             )
         if bad:
@@ -311,7 +306,7 @@ class Suite:
     def _draw_grid(self, source: Source, features: Features, path: str | Path) -> None:
         text = features.first_text[:GRID_QUERIES]
         captions = [source[int(i)]["captions"][0] for i in features.index[:GRID_QUERIES]]
-        images = _Images(source, features.index, functools.partial(pixels, max_pixels=self._max_image_pixels))
+        images = _Images(source, features.index, functools.partial(pixels, max_pixels=self.max_image_pixels))
         Outputs().attempt(path, lambda: plot_retrieval_grid(captions, images, text @ features.image.T, path))
 
 

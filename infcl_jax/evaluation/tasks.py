@@ -91,11 +91,7 @@ class Task:
     classifier: str = "logistic"
 
     def __post_init__(self) -> None:
-        """Check the fields, and make tuples of lists.
-
-        Raises:
-          ValueError: a field is wrong.
-        """
+        """Check the fields, and make tuples of lists."""
         for name in ("class_names", "templates", "ignored_groups", "shots"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -138,12 +134,7 @@ class Task:
 
 
 class Average(NamedTuple):
-    """Suite whose main metrics are averaged.
-
-    Attributes:
-      name: name of the suite.
-      tasks: names of all its tasks.
-    """
+    """Suite, with the names of all its tasks, whose main metrics are averaged."""
 
     name: str
     tasks: tuple[str, ...]
@@ -291,12 +282,7 @@ def _task_of_file(path: str) -> Task:
 
 
 def task_classes(task: Task, source: Source) -> Classes:
-    """Return the class names and templates of a task.
-
-    Raises:
-      ValueError: the dataset has no classes and the task names none, or a name or file is wrong.
-      FileNotFoundError: a file is missing.
-    """
+    """Return the class names and templates of a task, else those of its dataset."""
     names, templates, origin = task.class_names, task.templates, f"templates of {task.name}"
     if isinstance(names, str):
         names = read_class_names(names) if _is_file_name(names) else class_data(names).classes

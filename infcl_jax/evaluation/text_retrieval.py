@@ -98,18 +98,19 @@ class TextRetrievalSuite:
     @functools.cached_property
     def _relevant(self) -> dict[int, set[str]]:
         """Ids of the relevant passages, by row of the judged questions."""
-        judgments = self.judgments or {}
+        judgments, (questions, name) = self.judgments or {}, self.names
         rows = {row: judgments[x.key] for row, x in enumerate(self.questions) if judgments.get(x.key)}
-        questions, name = self.names
-        if not rows and not self._answered:
+        if not rows and (judgments or not self._answered):
+            keys = min(judgments, default=None), next((question.key for question in self.questions), None)
+            ids = "" if None in keys else f", such as {keys[0]!r} in the judgments and {keys[1]!r} in the queries"
+            if self._answered:
+                raise ValueError(
+                    f"expected judgments of the queries of {questions} in {name}, got others{ids}; give both the same"
+                    " ids"
+                )
             raise ValueError(
-                f"expected answers in {questions}, or judgments of its queries, got neither{self._example_ids()}; set "
+                f"expected answers in {questions}, or judgments of its queries, got neither{ids}; set "
                 "text_retrieval.judgments to a file with the ids of the queries"
-            )
-        if judgments and not rows:
-            raise ValueError(
-                f"expected judgments of the queries of {questions} in {name}, got others{self._example_ids()}; give "
-                "both the same ids"
             )
         if not rows:
             return rows
@@ -130,11 +131,6 @@ class TextRetrievalSuite:
             )
         return rows
 
-    def _example_ids(self) -> str:
-        """Name an id of the judgments and one of the questions, for errors."""
-        keys = min(self.judgments or {}, default=None), next((question.key for question in self.questions), None)
-        return "" if None in keys else f", such as {keys[0]!r} in the judgments and {keys[1]!r} in the queries"
-
     def check_inputs(self) -> None:
         """Check questions and judgments against the corpus, and warn of those that are missing.
 
@@ -147,10 +143,7 @@ class TextRetrievalSuite:
     def results(self, variables: Any, grid_path: Any = None, *, examples: bool = False) -> list[TaskResult]:
         """Evaluate a model; return one result, or none without a corpus.
 
-        Args:
-          variables: Flax variables of the model on the mesh.
-          grid_path: has no effect; text retrieval has no images.
-          examples: has no effect, likewise.
+        Text retrieval has no images, so `grid_path` and `examples` have no effect.
         """
         if self.corpus is None:
             return []
@@ -209,24 +202,22 @@ class TextRetrievalSuite:
         metrics: dict[str, float] = {}
         relevant = self._relevant
         if self._answered:
-            first = np.array([self._first_hit(self.questions[i], row[i]) for i in self._answered])
-            metrics |= {f"top{k}": float(np.mean(first < k)) for k in HITS}
+            ranks = []  # of the first passage with an answer
+            for question, rows in ((self.questions[i], row[i, : max(HITS)]) for i in self._answered):
+                hit = (k for k, i in enumerate(rows) if has_answer(question.answers, self._passage(i).text))
+                ranks.append(next(hit, np.inf))
+            metrics |= {f"top{k}": float(np.mean(np.array(ranks) < k)) for k in HITS}
         if relevant:
-            hits = [self._document_hits(row[i], keys) for i, keys in relevant.items()]
+            # Of documents in the order of their best passages.
+            documents = [dict.fromkeys(self._passage(i).key or int(i) for i in row[i]) for i in relevant]
+            hits = [
+                np.array([key in keys for key in found])
+                for found, keys in zip(documents, relevant.values(), strict=True)
+            ]
             metrics[f"mrr{MRR}"] = float(np.mean([1 / (1 + h.argmax()) if (h := x[:MRR]).any() else 0 for x in hits]))
             recall = [x[:RECALL].sum() / len(keys) for x, keys in zip(hits, relevant.values(), strict=True)]
             metrics[f"recall{RECALL}"] = float(np.mean(recall))
         return metrics
-
-    def _document_hits(self, rows: np.ndarray, relevant: set[str]) -> np.ndarray:
-        """Return whether each document is relevant, in the order of their best passages."""
-        documents = dict.fromkeys(self._passage(i).key or int(i) for i in rows)
-        return np.array([key in relevant for key in documents])
-
-    def _first_hit(self, question: Question, rows: np.ndarray) -> float:
-        """Return the rank of the first passage with an answer, else infinity."""
-        hits = (rank for rank, i in enumerate(rows[: max(HITS)]) if has_answer(question.answers, self._passage(i).text))
-        return next(hits, np.inf)
 
     def _passage(self, index: Any) -> Passage:
         assert self.corpus is not None

@@ -32,6 +32,8 @@ from infcl_jax.runtime.file_io import open_regular, open_writable, replace_text
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.processes import is_lead
 
+EVALUATION_FILE = "evaluation.json"  # of a run, as is the plot of its retrieved images
+GRID_FILE = "retrieval.png"
 EXAMPLES_FILE = "examples.json"
 
 _THUMBNAIL = 224  # pixels of the longer side

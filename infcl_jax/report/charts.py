@@ -116,17 +116,8 @@ def add_chart(
 ) -> None:
     """Add a line chart with a legend, which shows the values at the pointer.
 
-    Lines without a finite value are only in the legend.
-
-    Args:
-      parent: element that gets the chart.
-      title: title with the unit.
-      lines: lines of the chart.
-      x_label: name of the x axis.
-      x_limits: limits of the x axis, the same in all charts of a page.
-      y_lines: lines whose values the y axis covers: `lines`, and those of charts with the same axis.
-      references: horizontal lines by name and value.
-      from_zero: whether the y axis starts at 0. Otherwise it is logarithmic if the values span a factor of 200.
+    Lines without a finite value are only in the legend. The y axis covers `y_lines`: the lines, and those of charts
+    with the same axis. It starts at 0, or is logarithmic if the values span a factor of 200.
     """
     figure = SubElement(parent, "figure")
     add(figure, "h3", title)

@@ -69,7 +69,7 @@ def add_curves(parent: Element, runs: Sequence[RunRecord]) -> None:
     choice if the batch sizes differ, otherwise steps.
     """
     sections = _sections(runs)
-    if not any(sections.values()):
+    if not sections:
         return
     logged = [run for run in runs if run.series]
     sizes = {run.batch_size for run in logged}
@@ -86,8 +86,7 @@ def add_curves(parent: Element, runs: Sequence[RunRecord]) -> None:
         block = SubElement(parent, "div", {"class": f"by-{name}"})
         limits = _limits(logged, x)
         for section, metrics in sections.items():
-            if metrics:
-                _add_section(block, section, metrics, runs, x, limits, title)
+            _add_section(block, section, metrics, runs, x, limits, title)
 
 
 def _sections(runs: Sequence[RunRecord]) -> dict[str, dict[str, Metric]]:
@@ -103,12 +102,9 @@ def _sections(runs: Sequence[RunRecord]) -> dict[str, dict[str, Metric]]:
         "Speed and memory": SPEED,
         "Other metrics": others,
     }
-    return {
-        title: {
-            name: metric for name, metric in metrics.items() if any(len(run.series.get(name, ())) > 1 for run in runs)
-        }
-        for title, metrics in sections.items()
-    }
+    drawn = {name for run in runs for name, points in run.series.items() if len(points) > 1}
+    curves = {title: {n: m for n, m in metrics.items() if n in drawn} for title, metrics in sections.items()}
+    return {title: metrics for title, metrics in curves.items() if metrics}
 
 
 def _add_section(

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
@@ -142,10 +142,7 @@ def _summary(run: RunRecord) -> tuple[str, ...]:
     last_step = f" of {run.total_steps:,}" if run.total_steps else ""
     step = _MISSING if run.last is None else f"{run.last.step:,}{last_step}"
     losses = run.values("loss")
-    reduce: dict[str, Callable[[list[float]], float]] = {
-        "data/wait_fraction": statistics.fmean,
-        "memory/peak_bytes": max,
-    }
+    reduce: dict[str, Any] = {"data/wait_fraction": statistics.fmean, "memory/peak_bytes": max}
     speeds = []
     for name, metric in curves.SPEED.items():
         values = run.values(name)
@@ -181,13 +178,12 @@ def _add_memory(body: Element, runs: Sequence[RunRecord]) -> None:
     names = dict.fromkeys(name for plan in plans for name in plan.get("components", {}))
     rows = [(name, *(_mib(plan.get("components", {}).get(name)) for plan in plans)) for name in names]
     measured = [max(run.values("memory/peak_bytes"), default=None) for run in runs]
-    ratios = [
-        peak / plan["peak"] if peak and plan.get("peak") else None for peak, plan in zip(measured, plans, strict=True)
-    ]
+    planned = [plan.get("peak") for plan in plans]
+    pairs = zip(measured, planned, strict=True)
     rows += [
-        ("planned peak", *(_mib(plan.get("peak")) for plan in plans)),
+        ("planned peak", *map(_mib, planned)),
         ("measured peak", *map(_mib, measured)),
-        ("measured / planned", *(_MISSING if ratio is None else f"{ratio:.2f}" for ratio in ratios)),
+        ("measured / planned", *(f"{peak / plan:.2f}" if peak and plan else _MISSING for peak, plan in pairs)),
         ("limit", *(_mib(plan.get("limit")) for plan in plans)),
     ]
     add_table(body, ("MiB", *(run.name for run in runs)), rows, "memory")
@@ -198,14 +194,8 @@ def _add_memory(body: Element, runs: Sequence[RunRecord]) -> None:
 
 
 def _add_evaluations(body: Element, runs: Sequence[RunRecord], different: Collection[str]) -> None:
-    """Add a table of the latest evaluations with marked best values.
-
-    Args:
-      body: element that gets the table.
-      runs: runs of the report.
-      different: settings of evaluations that differ between the runs.
-    """
-    names = list(dict.fromkeys(name for run in runs for name in run.results))
+    """Add a table of the latest evaluations with marked best values, and the settings that differ between them."""
+    names = dict.fromkeys(name for run in runs for name in run.results)
     if not names:
         return
     add(body, "h2", "Evaluations")
@@ -249,14 +239,12 @@ def _add_mistakes(body: Element, runs: Sequence[RunRecord]) -> None:
             add(body, "p", "Most confused classes")
             rows = [(c["expected"], c["predicted"], f"{c['images']:,}") for c in confusions]
             add_table(body, ("True", "Predicted", "Images"), rows, "confusions")
-        examples = task["examples"]
-        wrong = [e for e in examples if not e["correct"]]
-        if not wrong:
+        if wrong := [example for example in task["examples"] if not example["correct"]]:
+            block = SubElement(body, "details")
+            add(block, "summary", f"Mistakes: {len(wrong)} of {len(task['examples'])} examples")
+            add_examples(block, wrong)
+        else:
             add(body, "p", "No mistakes among the examples.")
-            continue
-        block = SubElement(body, "details")
-        add(block, "summary", f"Mistakes: {len(wrong)} of {len(examples)} examples")
-        add_examples(block, wrong)
 
 
 def _cells(name: str, values: Sequence[float | None], comparable: bool) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infcl_jax.evaluation.writers import EXAMPLES_FILE
+from infcl_jax.evaluation.writers import EVALUATION_FILE, EXAMPLES_FILE, GRID_FILE
 from infcl_jax.report.files import (
     bounded,
     byte_size,
@@ -31,9 +31,6 @@ from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.runtime.workdir_lock import LOCK_FILE, STALE
 from infcl_jax.settings import flattened
 from infcl_jax.training.metrics import METRICS_FILE, parse_line
-
-EVALUATION_FILE = "evaluation.json"
-GRID_FILE = "retrieval.png"
 
 _LATEST = 2.0**38  # seconds since the Unix epoch, the year 10680
 _MESSAGES = 12  # latest messages of the log that a report shows

@@ -7,6 +7,7 @@ from typing import Any
 
 from infcl_jax import run
 from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, write_results
+from infcl_jax.evaluation.writers import EVALUATION_FILE, GRID_FILE
 from infcl_jax.run.build import Run
 from infcl_jax.run.devices import start_devices, start_processes
 from infcl_jax.run.load import load_encoder
@@ -26,9 +27,6 @@ from infcl_jax.settings import (
     with_changes,
 )
 from infcl_jax.training import Checkpointer, Outputs, prepare_workdir
-
-RESULTS_FILE = "evaluation.json"
-GRID_FILE = "retrieval.png"
 
 
 def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
@@ -77,7 +75,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     outputs.attempt(workdir / CURVES_FILE, lambda: save_curves(workdir, suite))
     if is_lead():
         content = json.dumps({"step": step, **results}, indent=2) + "\n"
-        outputs.attempt(workdir / RESULTS_FILE, lambda: replace_text(workdir / RESULTS_FILE, content))
+        outputs.attempt(workdir / EVALUATION_FILE, lambda: replace_text(workdir / EVALUATION_FILE, content))
     weights = f"{workdir}, step {step}"
     outputs.attempt(workdir / "results.json", lambda: write_results(workdir, task_results, config.model, weights))
     say_results(step, results)

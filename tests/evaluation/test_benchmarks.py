@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 5, IMAGES)  # class 5 has no images
 GROUPS = RNG.integers(3, 6, (IMAGES, 2))  # group 5 does not count in FMoW
 TARGETS = RNG.random((IMAGES, 6)) < 0.3
-CAPTIONS = [tuple(f"text {i} {j}" for j in range(1 + i % 3)) for i in range(IMAGES)]
+CAPTIONS = [tuple(f"text {chr(97 + i)} {j}" for j in range(1 + i % 3)) for i in range(IMAGES)]
 NAMES = ("wilds/fmow", "wilds/iwildcam", "multi", "retrieval")
 TOKENIZER = ByteTokenizer(runs.CONTEXT)
 
@@ -42,20 +42,20 @@ def benchmarks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def params():
     arrays = (runs.batch(1)["image"], runs.batch(1)["text"])
-    return jax.device_get(jax.jit(runs.model().init)(jax.random.key(0), *arrays)["params"])
+    return jax.device_get(jax.jit(runs.Linear().init)(jax.random.key(0), *arrays)["params"])
 
 
 def make_suite(benchmarks, devices, evaluations, **options):
     config = EvaluationConfig(batch_size=16, data_dir=str(benchmarks))
     mesh = oracle.mesh_of(devices)
     arguments = {"image_size": runs.SIDE, "data_dir": "nowhere", "mesh": mesh, "evaluations": evaluations}
-    return Suite(config, runs.model(), TOKENIZER, **arguments, **options), mesh
+    return Suite(config, runs.Linear(), TOKENIZER, **arguments, **options), mesh
 
 
 @pytest.fixture(scope="module")
 def expected(params):
     """Similarities in NumPy: images with classes, images with captions."""
-    model = runs.model()
+    model = runs.Linear()
 
     def encode(name, inputs):
         features = jax.jit(lambda x: model.apply({"params": params}, x, method=f"encode_{name}"))(inputs)

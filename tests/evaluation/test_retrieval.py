@@ -44,16 +44,6 @@ def test_equals_brute_force_with_one_caption_an_image(monkeypatch, devices, bloc
     assert samples == 1 or 0 < recall["image_to_text_r1"] < recall["image_to_text_r10"]
 
 
-def test_equals_brute_force_with_several_captions_an_image():
-    rng = np.random.default_rng(7)
-    # One to five captions an image, and the captions of an image are not neighbors.
-    owner = rng.permutation(np.repeat(np.arange(41), rng.integers(1, 6, 41)))
-    image, text = correlated(rng, 41, owner, noise=1.5)
-    recall = retrieval_recall(image, text, data_mesh(), ks=(1, 3), text_image=owner)
-    assert recall == brute_force(image, text, owner, (1, 3))
-    assert set(recall) == {"image_to_text_r1", "image_to_text_r3", "text_to_image_r1", "text_to_image_r3"}
-
-
 def pessimistic_ranks(image, text, owner, ks):
     """Recall with ties as misses, from the whole matrix in float64."""
     unit = [x / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True) for x in (image, text)]
@@ -72,7 +62,7 @@ def test_ties_between_ragged_captions_and_duplicate_images_equal_numpy(monkeypat
         monkeypatch.setattr(search, "_QUERY_ROWS", blocks[0])
         monkeypatch.setattr(search, "_GALLERY_ROWS", blocks[1])
     rng = np.random.default_rng(11)
-    owner = np.repeat(np.arange(60), rng.integers(1, 6, 60))
+    owner = rng.permutation(np.repeat(np.arange(60), rng.integers(1, 6, 60)))  # captions of an image are no neighbors
     image, text = correlated(rng, 60, owner, noise=1.2)
     image[rng.integers(0, 60, 8)] = image[rng.integers(0, 60, 8)]  # duplicate images
     repeated = rng.integers(0, len(text), (2, 30))
@@ -81,14 +71,6 @@ def test_ties_between_ragged_captions_and_duplicate_images_equal_numpy(monkeypat
     recall = retrieval_recall(image, text, mesh, ks=(1, 2, 5), text_image=owner)
     assert recall == pessimistic_ranks(image, text, owner, (1, 2, 5))
     assert recall != brute_force(image, text, owner, (1, 2, 5))
-
-
-def test_similarity_is_the_cosine():
-    rng = np.random.default_rng(8)
-    image, text = correlated(rng, 40, np.arange(40))
-    lengths = rng.uniform(1, 5, (40, 1)).astype(np.float32) * 1e3
-    mesh = data_mesh()
-    assert retrieval_recall(image * lengths, text, mesh) == retrieval_recall(image, text, mesh)
 
 
 @pytest.mark.parametrize("dim", [3, 4096])
@@ -116,17 +98,6 @@ def test_one_nan_caption_counts_against_every_image():
     assert recall["text_to_image_r1"] == pytest.approx(11 / 12)
     assert recall["image_to_text_r1"] == 0.0
     assert recall["image_to_text_r2"] == pytest.approx(11 / 12)
-
-
-def test_repeated_captions_of_two_images_tie_and_of_one_image_do_not():
-    image = np.eye(9, dtype=np.float32)
-    text = image.copy()
-    text[3] = text[2] = image[2] + image[3]
-    recall = retrieval_recall(image, text, data_mesh(), ks=(1, 2))
-    assert recall["image_to_text_r1"] == pytest.approx(7 / 9)
-    assert recall["image_to_text_r2"] == 1.0
-    text = np.repeat(image, 2, axis=0)
-    assert set(retrieval_recall(image, text, data_mesh(), text_image=np.arange(18) // 2).values()) == {1.0}
 
 
 @pytest.fixture

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.data import Source
 from infcl_jax.data.decode import decode_example
-from infcl_jax.data.sources import Example
+from infcl_jax.data.decode.api import ToImage
 from infcl_jax.evaluation.results import Confusion, ExamplePrediction
 from infcl_jax.inference.features import Features
 from infcl_jax.inference.search import top_k
-
-Show = Callable[[Example], np.ndarray]  # from an example of a source to uint8 [S, S, 3]
 
 _EXAMPLES = 12
 _PREDICTED = 3  # texts of each example
@@ -24,7 +22,7 @@ _CANDIDATES = 512  # images among which mistakes are searched
 
 
 def classification_examples(
-    source: Source, features: Features, names: Sequence[str], classifier: np.ndarray, mesh: Mesh, show: Show
+    source: Source, features: Features, names: Sequence[str], classifier: np.ndarray, mesh: Mesh, show: ToImage
 ) -> tuple[tuple[ExamplePrediction, ...], tuple[Confusion, ...]]:
     """Choose images with their most similar classes, and count the most frequent confusions.
 
@@ -52,7 +50,7 @@ def classification_examples(
     return examples, tuple(Confusion(names[a], names[b], n) for (a, b), n in pairs.most_common(_CONFUSIONS))
 
 
-def retrieval_examples(source: Source, features: Features, mesh: Mesh, show: Show) -> tuple[ExamplePrediction, ...]:
+def retrieval_examples(source: Source, features: Features, mesh: Mesh, show: ToImage) -> tuple[ExamplePrediction, ...]:
     """Choose at most 12 images, evenly spaced over a dataset, with their most similar captions."""
     rows = spread(len(features), _EXAMPLES)
     similarity, nearest = top_k(features.image[rows], features.text, min(_PREDICTED, len(features.text)), mesh)
@@ -78,5 +76,5 @@ def spread(count: int, chosen: int) -> np.ndarray:
     return np.linspace(0, count - 1, min(chosen, count)).astype(int)
 
 
-def _image(source: Source, features: Features, row: int, show: Show) -> np.ndarray:
+def _image(source: Source, features: Features, row: int, show: ToImage) -> np.ndarray:
     return decode_example(source, int(features.index[row]), to_image=show)["image"]

@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.data import BadRecordError, Classes, Source, classes
+from infcl_jax.data.decode.api import ToImage
 from infcl_jax.data.sources import is_captioned
 from infcl_jax.data.sources.base import describe
 from infcl_jax.evaluation.benchmark_source import WebdatasetSource
-from infcl_jax.evaluation.examples import Show, classification_examples, retrieval_examples, spread
+from infcl_jax.evaluation.examples import classification_examples, retrieval_examples, spread
 from infcl_jax.evaluation.few_shot import few_shot
 from infcl_jax.evaluation.linear_probe import METRICS as PROBE_METRICS
 from infcl_jax.evaluation.linear_probe import linear_probe
@@ -216,7 +217,7 @@ def first_images(features: Features, count: int | None) -> Features:
     return Features(text=features.text[:texts], text_image=features.text_image[:texts], **cut)
 
 
-def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show | None = None) -> TaskResult:
+def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: ToImage | None = None) -> TaskResult:
     """Measure retrieval in both directions; without `show`, there are no examples.
 
     Returns:
@@ -232,7 +233,7 @@ def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: Show
 
 
 def score_classification(
-    opened: OpenTask, features: Features, classifier: np.ndarray, mesh: Mesh, show: Show | None = None
+    opened: OpenTask, features: Features, classifier: np.ndarray, mesh: Mesh, show: ToImage | None = None
 ) -> TaskResult:
     """Measure zero-shot classification with classifier vectors [C, D]; without `show`, there are no examples.
 

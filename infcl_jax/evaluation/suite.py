@@ -26,7 +26,6 @@ from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop
 from infcl_jax.evaluation.benchmark_source import load_benchmark
 from infcl_jax.evaluation.contrastive import batch_loss, split_loss
-from infcl_jax.evaluation.examples import Show
 from infcl_jax.evaluation.plots import plot_retrieval_grid
 from infcl_jax.evaluation.results import TaskResult, flat_metrics
 from infcl_jax.evaluation.scoring import (
@@ -133,11 +132,11 @@ class Suite:
         named, self._averages = load_tasks(self.evaluations, config.data_dir or self.data_dir)
         own = []
         if config.retrieval_dataset:
-            data = {"dataset": config.retrieval_dataset, "split": config.retrieval_split}
-            own.append(Task(name="retrieval", kind="retrieval", gallery=config.gallery, **data))
+            dataset, split = config.retrieval_dataset, config.retrieval_split
+            own.append(Task(name="retrieval", kind="retrieval", dataset=dataset, split=split, gallery=config.gallery))
         if config.zero_shot_dataset:
-            data = {"dataset": config.zero_shot_dataset, "split": config.zero_shot_split}
-            own.append(Task(name="zero_shot", kind="zero_shot", **data))
+            dataset, split = config.zero_shot_dataset, config.zero_shot_split
+            own.append(Task(name="zero_shot", kind="zero_shot", dataset=dataset, split=split))
         check_names([*own, *named], reserved=["validation"])
         self._tasks = [
             open_task(task, load_images(task.dataset, task.split))
@@ -236,7 +235,7 @@ class Suite:
         features: Features,
         classifiers: Callable[..., np.ndarray],
         dim: int | None = None,
-        show: Show | None = None,
+        show: ToImage | None = None,
     ) -> TaskResult:
         if opened.classes is None:
             return score_retrieval(opened, first_images(features, opened.task.gallery), self.mesh, show)

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from infcl_jax.data import Classes, Source, classes
 from infcl_jax.data.sources import files, paths, splits, table
@@ -283,15 +283,16 @@ def _task_of_file(path: str) -> Task:
 
 def task_classes(task: Task, source: Source) -> Classes:
     """Return the class names and templates of a task, else those of its dataset."""
-    names, templates, origin = task.class_names, task.templates, f"templates of {task.name}"
+    names, origin = task.class_names, f"templates of {task.name}"
+    templates: Any = task.templates
     if isinstance(names, str):
         names = read_class_names(names) if _is_file_name(names) else class_data(names).classes
     if isinstance(templates, str):
         templates = read_templates(templates) if _is_file_name(templates) else class_data(templates).templates
     if templates is not None:
         own_names = classes(source).names if names is None else names
-        by_class = dict(templates) if _is_by_class(templates) else templates
-        return Classes(own_names, class_templates(by_class, own_names, origin))
+        templates = dict(templates) if _is_by_class(templates) else templates
+        return Classes(own_names, class_templates(templates, own_names, origin))
     own = classes(source)
     names = own.names if names is None else names
     if isinstance(own.templates[0], str):

@@ -193,7 +193,7 @@ def _add_grid(svg: Element, axes: Axes, x_label: str) -> None:
 
 
 def _ticks(limits: tuple[float, float], locator: Locator) -> list[float]:
-    return [value for value in locator.tick_values(*limits).tolist() if limits[0] <= value <= limits[1]]
+    return [float(value) for value in locator.tick_values(*limits) if limits[0] <= value <= limits[1]]
 
 
 def _add_line(svg: Element, axes: Axes, line: Line) -> list[tuple[float, float | None]]:

@@ -39,7 +39,8 @@ def read_json(path: Path, kind: type, warnings: list[str]) -> Any:
 
 def read_examples(path: Path, warnings: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Read confused classes and examples of each task, without damaged ones."""
-    tasks, damaged = {}, 0
+    tasks: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    damaged = 0
     for name, task in read_json(path, dict, warnings).items():
         task = task if isinstance(task, dict) else {"examples": [task]}
         tasks[name] = {}

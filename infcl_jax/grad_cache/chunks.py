@@ -29,12 +29,7 @@ PerDevice = Callable[[Array | int, Any, Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Chunks of one device's block.
-
-    Attributes:
-      rows: rows of the block.
-      size: rows of a full chunk's shard.
-    """
+    """Chunks of one device's block of `rows`, whose shard of a full chunk has `size` rows."""
 
     rows: int
     size: int
@@ -140,24 +135,14 @@ class CachedEncoder:
     frozen: bool
 
     def checkpoint(self, encode: Callable[..., Any], *names: str, **options: Any) -> Callable[..., Any]:
-        """Rematerialize `encode` in its backward pass, except for named values.
-
-        Args:
-          encode: function of one chunk.
-          *names: names of checkpointed values to store besides `keep_names`.
-          **options: options of `jax.checkpoint`.
-        """
+        """Rematerialize `encode` in its backward pass, except for checkpointed values of `names` and `keep_names`."""
         policy = jax.checkpoint_policies.save_only_these_names(*names, *self.keep_names)
         return jax.checkpoint(encode, policy=policy, **options)
 
     def features(self, params: Any, chunk: Any, rng: Array | None, shard: Array | int) -> Any:
         """Encode one device's shard of a chunk.
 
-        Args:
-          params: first argument of the encoder, from `join_parameters`.
-          chunk: this device's rows of the chunk.
-          rng: PRNG key of the step, or None.
-          shard: index of the shard in the order of the batch's rows, over all devices and chunks.
+        `shard` is its index in the order of the batch's rows, over all devices and chunks; `rng` is the step's key.
 
         Raises:
           ValueError: the features are not floating, or their number of rows differs from the chunk's.
@@ -175,13 +160,10 @@ class CachedEncoder:
 
 
 class Devices:
-    """Devices over which a batch is sharded, one block of rows each.
-
-    Args:
-      sharding: sharding of the batch's leading axis; None for one device.
+    """Devices over which a batch is sharded, one block of rows each; one device without `sharding`.
 
     Attributes:
-      sharding: the argument.
+      sharding: sharding of the batch's leading axis.
       count: number of blocks n.
       local_count: number of blocks of this process.
 
@@ -213,7 +195,8 @@ class Devices:
         if self.sharding is None:
             return params
         copies = jax.tree.map(lambda p: jnp.broadcast_to(p[None], (self.count, *p.shape)), params)
-        constrain = jax.sharding.reshard if self._explicit else lax.with_sharding_constraint
+        explicit = AxisType.Explicit in self.sharding.mesh.axis_types
+        constrain = jax.sharding.reshard if explicit else lax.with_sharding_constraint
         return jax.tree.map(lambda a: constrain(a, self.sharding), copies)
 
     def sum(self, copies: Any) -> Any:
@@ -221,16 +204,10 @@ class Devices:
         return copies if self.sharding is None else jax.tree.map(lambda a: a.sum(0), copies)
 
     def run(self, function: PerDevice, copies: Any, rows: Any, shared: Any) -> Any:
-        """Call `function(device, params, rows, shared)` on every device.
+        """Call `function(device, params, rows, shared)` on every device, without collectives.
 
-        Args:
-          function: function of one device, without collectives.
-          copies: per-device parameters from `copies`.
-          rows: pytree of arrays `[b, ...]`.
-          shared: pytree of replicated arrays.
-
-        Returns:
-          Pytree of arrays `[b, ...]`, one block of rows per device.
+        The results, like `rows`, are pytrees of arrays `[b, ...]` with one block per device. `copies` are per-device
+        parameters from `copies`, and `shared` arrays are replicated.
         """
         if self.sharding is None:
             return function(0, copies, rows, shared)
@@ -250,13 +227,9 @@ class Devices:
         )(copies, rows, shared)
 
     def put(self, tree: Any, block_slice: slice = slice(None)) -> Any:
-        """Transfer this process's rows of host arrays to the devices.
+        """Transfer this process's rows of host arrays to the devices, or a slice of each device's block.
 
         The transfer is asynchronous and makes no copy in host memory.
-
-        Args:
-          tree: pytree of host arrays with this process's rows.
-          block_slice: rows of each device's block to transfer; all by default.
         """
         if self.sharding is None:
             return jax.device_put(jax.tree.map(lambda a: a[block_slice], tree))
@@ -270,7 +243,3 @@ class Devices:
         return jax.make_array_from_callback(
             shape, self.sharding, lambda index: blocks[starts.index(index[0].start or 0)]
         )
-
-    @property
-    def _explicit(self) -> bool:
-        return AxisType.Explicit in self.sharding.mesh.axis_types

@@ -24,43 +24,52 @@ from infcl_jax.grad_cache.chunks import (
 from infcl_jax.ops.linear import DERIVED
 
 
-def encode_batch(
-    encoder: CachedEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None, frozen_params: Any = None
-) -> Any:
-    """Encode a whole batch entry chunk by chunk.
+def value_and_grad(
+    encoders: Sequence[CachedEncoder],
+    loss: LossFn,
+    devices: Devices,
+    params: Any,
+    batch: Mapping[str, Any],
+    rng: Array | None,
+    frozen_params: Any,
+) -> tuple[tuple[Array, Any], Any]:
+    """Compute `((loss, aux), gradients)` with gradients of at least fp32.
 
-    The result is differentiable in the parameters. Memory holds the activations of the stored chunks, the checkpointed
-    values of the other chunks, and the activations of one recomputed chunk.
-
-    Args:
-      encoder: encoder with its caching settings.
-      devices: devices over which the entry is sharded.
-      copies: per-device parameters from `devices.copies`.
-      entry: pytree of arrays `[b, ...]`.
-      rng: PRNG key of the step, or None.
-      frozen_params: replicated parameters without gradient, or None.
-
-    Returns:
-      Pytree of `[b, ...]` features in the order of the entry's rows, with its sharding.
+    The second pass is the transpose of a loop over chunks with a rematerialized encoder. It accumulates gradients in
+    the dtype of the parameters passed to the loop. The parameters are therefore widened to at least fp32 outside the
+    loop and cast back inside.
     """
-    layout = make_layout(encoder.name, leading_rows(encoder.name, entry), encoder.chunk_size, devices.count)
-    copies = lax.stop_gradient(copies) if encoder.frozen else copies
-    return devices.run(functools.partial(_encode_block, encoder, layout), copies, entry, (rng, frozen_params))
+    given = join_parameters(params, frozen_params)
+
+    def narrow(wide: Any) -> Any:
+        return jax.tree.map(lambda a, p: a.astype(p.dtype), wide, given)
+
+    def loss_of_batch(wide: Any) -> tuple[Array, Any]:
+        copies, features = devices.copies(wide), dict(batch)
+        for encoder in encoders:
+            entry, encode = batch[encoder.name], functools.partial(_encode_narrow, encoder.encode, narrow)
+            layout = make_layout(encoder.name, leading_rows(encoder.name, entry), encoder.chunk_size, devices.count)
+            run = functools.partial(_encode_block, dataclasses.replace(encoder, encode=encode), layout)
+            trained = lax.stop_gradient(copies) if encoder.frozen else copies
+            features[encoder.name] = devices.run(run, trained, entry, (rng, frozen_params))
+        return loss(narrow(join_parameters(wide, frozen_params)), features)
+
+    return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
+
+
+def _encode_narrow(encode: EncodeFn, narrow: Callable[[Any], Any], wide: Any, chunk: Any, key: Array | None) -> Any:
+    """Encode a chunk with wide parameters, cast to their own dtypes."""
+    return encode(narrow(wide), chunk, key)
 
 
 def _encode_block(
-    encoder: CachedEncoder,
-    layout: Layout,
-    device: Array | int,
-    params: Any,
-    block: Any,
-    shared: tuple[Array | None, Any],
+    encoder: CachedEncoder, layout: Layout, device: Array | int, params: Any, block: Any, shared: tuple
 ) -> Any:
-    """Encode one device's block, with the key of the step and the frozen parameters in `shared`.
+    """Encode one device's block chunk by chunk, with the key of the step and the frozen parameters in `shared`.
 
-    Each chunk is sliced from the block where it is used, so the batch is never copied.
+    Each chunk is sliced from the block where it is used, so the batch is never copied. In differentiation, memory has
+    the activations of stored chunks, checkpointed values of the others, and the activations of one recomputed chunk.
     """
-
     rng, frozen_params = shared
     params = join_parameters(params, frozen_params)
 
@@ -83,41 +92,3 @@ def _encode_block(
             stacked = lax.map(encode_one, jnp.arange(numbers.start, numbers.stop, dtype=jnp.int32))
             features.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked))
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *features)
-
-
-def value_and_grad(
-    encoders: Sequence[CachedEncoder],
-    loss: LossFn,
-    devices: Devices,
-    params: Any,
-    batch: Mapping[str, Any],
-    rng: Array | None,
-    frozen_params: Any,
-) -> tuple[tuple[Array, Any], Any]:
-    """Compute `((loss, aux), gradients)` with gradients of at least fp32.
-
-    The second pass is the transpose of a loop over chunks with a rematerialized encoder. It accumulates gradients in
-    the dtype of the parameters passed to the loop. The parameters are therefore widened to at least fp32 outside the
-    loop and cast back inside.
-    """
-
-    given = join_parameters(params, frozen_params)
-
-    def narrow(wide: Any) -> Any:
-        return jax.tree.map(lambda a, p: a.astype(p.dtype), wide, given)
-
-    def loss_of_batch(wide: Any) -> tuple[Array, Any]:
-        copies, features = devices.copies(wide), dict(batch)
-        for encoder in encoders:
-            encoder_of_wide = dataclasses.replace(encoder, encode=_compose(encoder.encode, narrow))
-            features[encoder.name] = encode_batch(
-                encoder_of_wide, devices, copies, batch[encoder.name], rng, frozen_params
-            )
-        return loss(narrow(join_parameters(wide, frozen_params)), features)
-
-    return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
-
-
-def _compose(encode: EncodeFn, narrow: Callable[[Any], Any]) -> EncodeFn:
-    """Return `encode` as a function of wide parameters."""
-    return lambda wide, chunk, key: encode(narrow(wide), chunk, key)

@@ -50,15 +50,10 @@ class HostDriver:
     """Host-driven gradient caching for one set of encoders.
 
     Encoders are compiled for the shape of a chunk, independent of the batch size.
-
-    Args:
-      encoders: encoders with their caching settings.
-      loss: loss of the features of the whole batch.
-      devices: devices over which the batch is sharded.
     """
 
     def __init__(self, encoders: Sequence[CachedEncoder], loss: LossFn, devices: Devices) -> None:
-        self._encoders, self._devices = encoders, devices
+        self._devices = devices
         self._copies = jax.jit(devices.copies)
         self._zeros = jax.jit(
             lambda copies: jax.tree.map(jnp.zeros_like, widen(copies)), out_shardings=devices.sharding
@@ -87,7 +82,7 @@ class HostDriver:
             for name, compiled in self._compiled.items()
         }
         features = {name: encoder_passes.encode() for name, encoder_passes in passes.items()}
-        trained = {encoder.name: features.pop(encoder.name) for encoder in self._encoders if not encoder.frozen}
+        trained = {name: features.pop(name) for name, compiled in self._compiled.items() if not compiled.encoder.frozen}
         result, direct, cotangents = self._loss(params, frozen_params, trained, inputs | features)
         del features, trained  # the second pass needs their cotangents only
         sums = self._zeros(copies)
@@ -104,11 +99,7 @@ class HostDriver:
 def _loss_and_cotangents(
     loss: LossFn, params: Any, frozen_params: Any, trained: Any, inputs: Any
 ) -> tuple[tuple[Array, Any], Any, Any]:
-    """Compute the loss and its gradients.
-
-    Returns:
-      `(loss, aux)`, the gradients of the loss's own use of `params`, and the cotangents of trained features.
-    """
+    """Compute `(loss, aux)`, gradients of the loss's own use of `params`, and cotangents of trained features."""
 
     def loss_of_trained(params: Any, trained: Any) -> tuple[Array, Any]:
         return loss(join_parameters(params, frozen_params), inputs | trained)
@@ -131,35 +122,33 @@ class _CompiledEncoder:
             rng, number, count, frozen_params = shared
             return encoder.features(join_parameters(params, frozen_params), chunk, rng, device * count + number)
 
-        def encode(copies: Any, chunk: Any, shared: Any) -> Any:
+        def run(copies: Any, chunk: Any, shared: Any) -> Any:
             return devices.run(encode_shard, copies, chunk, shared)
 
-        def encode_storing(copies: Any, chunk: Any, shared: Any) -> tuple[Any, Any]:
-            features, pullback = jax.vjp(lambda copies: encode(copies, chunk, shared), copies)
-            return features, _remove_arrays(pullback, (copies, shared))
+        def encode(copies: Any, chunk: Any, shared: Any, stored: bool) -> tuple[Any, Any]:
+            """Return features and pullback, None if no values are stored."""
+            if not stored and not encoder.keep_names:
+                return run(copies, chunk, shared), None
+            encode_one = run if stored else encoder.checkpoint(run)
+            features, pullback = jax.vjp(lambda copies: encode_one(copies, chunk, shared), copies)
+            # The second pass reads the chunk again only if its activations are not stored.
+            return features, _remove_arrays(pullback, (copies, None if stored else chunk, shared))
 
-        def encode_storing_names(copies: Any, chunk: Any, shared: Any) -> tuple[Any, Any]:
-            checkpointed = encoder.checkpoint(encode)
-            features, pullback = jax.vjp(lambda copies: checkpointed(copies, chunk, shared), copies)
-            return features, _remove_arrays(pullback, (copies, chunk, shared))
-
-        def accumulate(sums: Any, pullback: Any, cotangents: Any) -> Any:
-            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, pullback(cotangents)[0])
-
-        def accumulate_stored(sums: Any, pullback: Any, copies: Any, shared: Any, cotangents: Any) -> Any:
-            return accumulate(sums, _restore_arrays(pullback, (copies, shared)), cotangents)
-
-        def accumulate_recomputed(
+        def accumulate(
             sums: Any, pullback: Any, copies: Any, chunk: Any, shared: Any, cotangents: Any
         ) -> tuple[Any, Array]:
             if pullback is None:
-                _, pullback = jax.vjp(lambda copies: encode(copies, chunk, shared), copies)
+                _, pullback = jax.vjp(lambda copies: run(copies, chunk, shared), copies)
+            (gradient,) = _restore_arrays(pullback, (copies, chunk, shared))(cotangents)
             # The host waits for the second result, since the sums are donated to the next call. The result must be
             # computed: an argument returned unchanged would be ready at once.
-            return accumulate(sums, _restore_arrays(pullback, (copies, chunk, shared)), cotangents), shared[1] + 1
+            return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradient), shared[1] + 1
 
         def join(chunks: list[Any]) -> Any:
-            return devices.run(lambda device, none, chunks, shared: _concatenate(chunks), None, chunks, None)
+            def join_block(device: Array | int, none: None, chunks: list[Any], shared: None) -> Any:
+                return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *chunks)
+
+            return devices.run(join_block, None, chunks, None)
 
         def slice_chunk(cotangents: Any, start: Array, size: int) -> Any:
             def slice_block(device: Array | int, none: None, rows: Any, start: Array) -> Any:
@@ -167,11 +156,8 @@ class _CompiledEncoder:
 
             return devices.run(slice_block, None, cotangents, start)
 
-        self.encode = jax.jit(encode)
-        self.encode_storing = jax.jit(encode_storing)
-        self.encode_storing_names = jax.jit(encode_storing_names)
-        self.accumulate_stored = jax.jit(accumulate_stored, donate_argnums=0)
-        self.accumulate_recomputed = jax.jit(accumulate_recomputed, donate_argnums=0)
+        self.encode = jax.jit(encode, static_argnums=3)
+        self.accumulate = jax.jit(accumulate, donate_argnums=0)
         self.join = jax.jit(join)
         self.slice_chunk = jax.jit(slice_chunk, static_argnums=2)
 
@@ -203,29 +189,18 @@ def _restore_arrays(pullback: Any, arrays: Any) -> Any:
     )
 
 
-def _concatenate(chunks: list[Any]) -> Any:
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *chunks)
-
-
 class _Passes:
     """First and second pass of one encoder over one batch."""
 
     def __init__(
-        self,
-        compiled: _CompiledEncoder,
-        devices: Devices,
-        copies: Any,
-        entry: Any,
-        rng: Array | None,
-        frozen_params: Any,
+        self, compiled: _CompiledEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None, frozen: Any
     ) -> None:
         encoder = compiled.encoder
-        self._compiled, self._devices, self._copies, self._rng, self._entry = compiled, devices, copies, rng, entry
-        self._frozen_params = frozen_params
+        self._compiled, self._devices, self._copies, self._entry = compiled, devices, copies, entry
         rows = entry.rows if isinstance(entry, Replay) else leading_rows(encoder.name, entry)
         global_rows = rows * devices.count // devices.local_count
         self._layout = make_layout(encoder.name, global_rows, encoder.chunk_size, devices.count)
-        self._keep = min(encoder.keep, self._layout.count)
+        self._rng, self._frozen_params = rng, frozen
         self._pullbacks: list[Any] = []
 
     def encode(self) -> Any:
@@ -233,7 +208,8 @@ class _Passes:
         chunks: list[Any] = []
 
         def encode_one(number: int, chunk: Any) -> Any:
-            features, pullback = self._encode(number, chunk)
+            stored = number < self._compiled.encoder.keep
+            features, pullback = self._compiled.encode(self._copies, chunk, self._shared(number), stored)
             chunks.append(features)
             self._pullbacks.append(pullback)
             return features
@@ -243,36 +219,20 @@ class _Passes:
 
     def accumulate_gradients(self, sums: Any, cotangents: Any) -> Any:
         """Add this encoder's gradients to `sums`, which is donated."""
-        for number in range(self._keep):
-            sums = self._compiled.accumulate_stored(
-                sums,
-                self._pullbacks.pop(0),
-                self._copies,
-                self._shared(number),
-                self._slice_chunk(cotangents, number),
-            )
 
         def accumulate_one(number: int, chunk: Any) -> Any:
             nonlocal sums
-            arguments = self._copies, chunk, self._shared(number), self._slice_chunk(cotangents, number)
-            sums, done = self._compiled.accumulate_recomputed(sums, self._pullbacks.pop(0), *arguments)
+            block = self._layout.chunk_slice(number)
+            cotangent = self._compiled.slice_chunk(cotangents, np.int32(block.start), block.stop - block.start)
+            arguments = self._copies, chunk, self._shared(number), cotangent
+            sums, done = self._compiled.accumulate(sums, self._pullbacks.pop(0), *arguments)
             return done
 
-        self._stream(range(self._keep, self._layout.count), accumulate_one)
+        keep = min(self._compiled.encoder.keep, self._layout.count)
+        for number in range(keep):
+            accumulate_one(number, None)
+        self._stream(range(keep, self._layout.count), accumulate_one)
         return sums
-
-    def _encode(self, number: int, chunk: Any) -> tuple[Any, Any]:
-        """Encode one chunk.
-
-        Returns:
-          Features and pullback; the pullback is None if no values are stored.
-        """
-        arguments = self._copies, chunk, self._shared(number)
-        if number < self._keep:
-            return self._compiled.encode_storing(*arguments)
-        if self._compiled.encoder.keep_names:
-            return self._compiled.encode_storing_names(*arguments)
-        return self._compiled.encode(*arguments), None
 
     def _stream(self, numbers: range, compute: Callable[[int, Any], Any]) -> None:
         """Call `compute(number, chunk)` for every chunk and prefetch the next one.
@@ -303,7 +263,3 @@ class _Passes:
 
     def _shared(self, number: int) -> tuple[Array | None, np.int32, np.int32, Any]:
         return self._rng, np.int32(number), np.int32(self._layout.count), self._frozen_params
-
-    def _slice_chunk(self, cotangents: Any, number: int) -> Any:
-        block_slice = self._layout.chunk_slice(number)
-        return self._compiled.slice_chunk(cotangents, np.int32(block_slice.start), block_slice.stop - block_slice.start)

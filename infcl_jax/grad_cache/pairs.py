@@ -96,31 +96,19 @@ def pairwise_scores_lse(
 
 
 class _TileRows(NamedTuple):
-    """Rows of one tile of x or y, or stacked rows of all tiles.
+    """Rows of one tile of x or y, or stacked rows of all tiles."""
 
-    Attributes:
-      indices: index of each row in x or y, -1 for padding.
-      values: rows of each array of the pytree.
-      label: for x, index in y of each row's positive.
-    """
-
-    indices: Array
+    indices: Array  # of each row in x or y, -1 for padding
     values: Any
-    label: Array | None = None
+    label: Array | None = None  # for x, index in y of each row's positive
 
 
 class _LseCotangents(NamedTuple):
-    """Log-sum-exps of rows or columns and their cotangents, by tile.
-
-    Attributes:
-      log_sum: log-sum-exps.
-      d_lse: cotangents of the log-sum-exps.
-      d_positive: for rows, cotangents of the positive scores.
-    """
+    """Log-sum-exps of rows or columns and their cotangents, by tile."""
 
     log_sum: LogSum
     d_lse: Array
-    d_positive: Array | None = None
+    d_positive: Array | None = None  # for rows, of the positive scores
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

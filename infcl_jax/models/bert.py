@@ -22,10 +22,6 @@ class BertBlock(nn.Module):
     """One post-LayerNorm block: `y = LN(x + attention(x))`, then `LN(y + MLP(y))`.
 
     Parameters: `attn`, `ln_1`, `mlp`, `ln_2`.
-
-    Attributes:
-      config: transformer configuration.
-      positions: sequence length t.
     """
 
     config: TransformerConfig
@@ -35,16 +31,7 @@ class BertBlock(nn.Module):
     def __call__(
         self, x: Float[Array, "tokens width"], key_mask: Bool[Array, "b {self.positions}"], train: bool
     ) -> Float[Array, "tokens width"]:
-        """Run the block.
-
-        Args:
-          x: [b * t, width] in the compute dtype.
-          key_mask: bool [b, t], False for padding.
-          train: whether dropout is on.
-
-        Returns:
-          [b * t, width] in the compute dtype.
-        """
+        """Run the block on [b * t, width] in the compute dtype; `key_mask` is False for padding."""
         c = self.config
 
         def add_and_normalize(x: jax.Array, y: jax.Array, bias: jax.Array, number: int) -> jax.Array:
@@ -153,16 +140,7 @@ class BertEncoder(nn.Module):
     def __call__(
         self, x: Float[Array, "b t width"], key_mask: Bool[Array, "b t"], train: bool
     ) -> Float[Array, "b t width"]:
-        """Run the blocks.
-
-        Args:
-          x: [b, t, width] in the compute dtype.
-          key_mask: bool [b, t], False for padding.
-          train: whether dropout is on.
-
-        Returns:
-          [b, t, width] in the compute dtype.
-        """
+        """Run the blocks on [b, t, width] in the compute dtype; `key_mask` is False for padding."""
         c, (b, t, width) = self.config, x.shape
         block = rematerialized(BertBlock, c.remat, train_argument=3)
         x = x.reshape(b * t, width)

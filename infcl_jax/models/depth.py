@@ -14,20 +14,14 @@ _FINAL_NORM = re.compile(r"ln_(post|final)/")
 def distances_to_output(names: Iterable[str], *, stages: bool = False) -> dict[str, int]:
     """Return the distance of each parameter of a tower to the output, in layers.
 
-    Layers are the blocks of a transformer and the bottlenecks of a ResNet. The distances in a tower with L layers are:
+    Names are those below the tower, such as "proj/kernel". Layers are the blocks of a transformer and the bottlenecks
+    of a ResNet, or its stages with `stages`. The distances in a tower with L layers are:
 
     - 0: pool and projection.
     - 1 to L: layers, from the last to the first. The final LayerNorm has the distance 1 of the last layer.
     - L + 1: embeddings with their LayerNorm, and the stem of a ResNet.
 
     The distances of other parameters do not change if those of the stem or of lower layers are left out.
-
-    Args:
-      names: names of parameters below the tower, such as "proj/kernel".
-      stages: whether the stages of a ResNet count as layers instead of its bottlenecks.
-
-    Returns:
-      Distance of each parameter, in the order of `names`.
     """
     names = list(names)
     layers = {name: layer for name in names if (layer := _layer(name, stages))}

@@ -31,15 +31,7 @@ def normal(std: float) -> Callable[..., Array]:
 
 @jax.custom_vjp
 def take_positions(states: Float[Array, "b t width"], position: Integer[Array, "b"]) -> Float[Array, "b width"]:
-    """Gather one position of each sequence, with a gradient that needs no scatter.
-
-    Args:
-      states: [b, t, width], floating.
-      position: integer [b], in [0, t).
-
-    Returns:
-      [b, width].
-    """
+    """Gather one position, in [0, t), of each sequence, with a gradient that needs no scatter."""
     return jnp.take_along_axis(states, position[:, None, None], axis=1)[:, 0]
 
 

@@ -104,11 +104,9 @@ BERT_CONFIGS: dict[str, BertConfig] = {
 
 
 def bert_config(name: str, **changes: Any) -> BertConfig:
-    """Return the configuration of a BERT or RoBERTa text tower.
+    """Return the configuration of a BERT or RoBERTa text tower, with changed fields.
 
-    Args:
-      name: name on the Hugging Face hub, with or without its owner, such as "bert-base-uncased".
-      **changes: other values of the fields.
+    The name is that on the Hugging Face hub, with or without its owner, such as "bert-base-uncased".
 
     Raises:
       ValueError: the name is unknown.
@@ -120,10 +118,7 @@ def bert_config(name: str, **changes: Any) -> BertConfig:
 
 
 def timm_vision_config(name: str) -> VisionConfig:
-    """Return the configuration of one of timm's SigLIP image towers.
-
-    Args:
-      name: `vit_SIZE_patchN_siglip_PIXELS`, with a size in base, large, so400m or giantopt.
+    """Return the configuration of one of timm's SigLIP image towers, `vit_SIZE_patchN_siglip_PIXELS`.
 
     Raises:
       ValueError: the name has another form.

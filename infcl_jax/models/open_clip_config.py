@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_jax.models.clip import OPENAI_IMAGE_MEAN, OPENAI_IMAGE_STD
-from infcl_jax.models.config import BertConfig, CLIPConfig, Interpolation, ResizeMode, TextConfig, VisionConfig
+from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIZE, Section, check_grid
 from infcl_jax.models.names import bert_config, timm_vision_config
 from infcl_jax.models.resnet import ResNetConfig
@@ -23,99 +23,36 @@ from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 CONFIG_FILE = "open_clip_config.json"  # of OpenCLIP's model folders
 
 # OpenCLIP's "random" is for training; its evaluation is bicubic then.
-_INTERPOLATIONS: dict[str | None, Interpolation] = {
-    "bicubic": "bicubic",
-    "bilinear": "bilinear",
-    "random": "bicubic",
-    None: "bicubic",
-}
-_RESIZE_MODES: dict[str | None, ResizeMode] = {
-    "shortest": "shortest",
-    "longest": "longest",
-    "squash": "squash",
-    None: "shortest",
-}
+_INTERPOLATIONS = {"bicubic": "bicubic", "bilinear": "bilinear", "random": "bicubic", None: "bicubic"}
+_RESIZE_MODES = {"shortest": "shortest", "longest": "longest", "squash": "squash", None: "shortest"}
 _POOLS = {"tok": "tok", "avg": "avg"}
 _TEXT_POOLS = {"argmax": "end", "eos": "end", "first": "first", "last": "last"}
 _HF_POOLS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "cls"}
 _HF_PROJECTIONS = {"linear": "linear", "mlp": "mlp", None: "none"}
 
 # Fields that are supported at their defaults only.
-_PLAIN_BLOCK: dict[str, Any] = dict.fromkeys(
-    ["qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc", "output_tokens"],
-    False,
-)
-_PLAIN_VISION = _PLAIN_BLOCK | {"attentional_pool": False}
+_PLAIN_BLOCK = "qk_norm scaled_cosine_attn scale_heads scale_attn_inner scale_attn scale_fc output_tokens"
+_PLAIN_VISION: dict[str, Any] = dict.fromkeys(_PLAIN_BLOCK.split(), False) | {"attentional_pool": False}
 _PLAIN_TIMM: dict[str, Any] = {"timm_drop": 0.0, "timm_drop_path": 0.0}
-_PLAIN_TEXT = _PLAIN_BLOCK | {"embed_cls": False}
+_PLAIN_TEXT: dict[str, Any] = dict.fromkeys(_PLAIN_BLOCK.split(), False) | {"embed_cls": False}
 
-# All fields. Those of tokenizers, pretrained weights and absent parts do not change the model.
-_MODEL_FIELDS = frozenset(
-    [
-        "embed_dim",
-        "vision_cfg",
-        "text_cfg",
-        "quick_gelu",
-        "init_logit_scale",
-        "init_logit_bias",
-        "nonscalar_logit_scale",
-        "custom_text",
-        "multimodal_cfg",
-    ]
-)
-_TOWER_FIELDS = frozenset(
-    [
-        "layers",
-        "width",
-        "mlp_ratio",
-        "ls_init_value",
-        "pool_type",
-        "final_ln_after_pool",
-        "block_type",
-        "act_kwargs",
-        "norm_kwargs",
-    ]
-)
-_VISION_FIELDS = _TOWER_FIELDS.union(
-    _PLAIN_VISION,
-    _PLAIN_TIMM,
-    [
-        "head_width",
-        "patch_size",
-        "image_size",
-        "patch_dropout",
-        "no_ln_pre",
-        "pos_embed_type",
-        "attn_pooler_queries",
-        "attn_pooler_heads",
-        "timm_model_name",
-        "timm_model_pretrained",
-        "timm_pool",
-        "timm_proj",
-        "timm_proj_bias",
-    ],
-)
-_TEXT_FIELDS = _TOWER_FIELDS.union(
-    _PLAIN_TEXT,
-    [
-        "context_length",
-        "vocab_size",
-        "heads",
-        "pad_id",
-        "eos_id",
-        "no_causal_mask",
-        "proj_bias",
-        "proj_type",
-        "hf_tokenizer_name",
-        "tokenizer_mode",
-        "tokenizer_kwargs",
-        "hf_model_name",
-        "hf_model_pretrained",
-        "hf_proj_type",
-        "hf_pooler_type",
-    ],
-)
-_IMAGE_FIELDS = frozenset(["size", "mode", "mean", "std", "interpolation", "resize_mode", "fill_color"])
+# Names of all fields. Those of tokenizers, pretrained weights and absent parts do not change the model.
+_MODEL_FIELDS = """
+embed_dim vision_cfg text_cfg quick_gelu init_logit_scale init_logit_bias nonscalar_logit_scale custom_text
+multimodal_cfg
+"""
+_TOWER_FIELDS = f"""
+layers width mlp_ratio ls_init_value pool_type final_ln_after_pool block_type act_kwargs norm_kwargs {_PLAIN_BLOCK}
+"""
+_VISION_FIELDS = f"""{_TOWER_FIELDS}
+head_width patch_size image_size patch_dropout no_ln_pre pos_embed_type attentional_pool attn_pooler_queries
+attn_pooler_heads timm_model_name timm_model_pretrained timm_pool timm_proj timm_proj_bias timm_drop timm_drop_path
+"""
+_TEXT_FIELDS = f"""{_TOWER_FIELDS}
+context_length vocab_size heads pad_id eos_id no_causal_mask proj_bias proj_type embed_cls hf_tokenizer_name
+tokenizer_mode tokenizer_kwargs hf_model_name hf_model_pretrained hf_proj_type hf_pooler_type
+"""
+_IMAGE_FIELDS = "size mode mean std interpolation resize_mode fill_color"
 
 
 def read_open_clip_config(source: str | os.PathLike | Mapping[str, Any]) -> CLIPConfig:
@@ -155,19 +92,19 @@ def _read_json(path: Path) -> Any:
 
 
 def _clip_config(config: Any, preprocess: Any) -> CLIPConfig:
-    model = Section("", config, _MODEL_FIELDS)
+    model = Section("", config, _MODEL_FIELDS.split())
     model.only({"multimodal_cfg": None, "nonscalar_logit_scale": False})
     for field in ("embed_dim", "vision_cfg", "text_cfg"):
         if model.get(field) is None:
             model.refuse(field, "given", None)
-    images = Section("preprocess_cfg", {} if preprocess is None else preprocess, _IMAGE_FIELDS)
+    images = Section("preprocess_cfg", {} if preprocess is None else preprocess, _IMAGE_FIELDS.split())
     images.only({"mode": "RGB", "fill_color": 0})
     quick_gelu = model.flag("quick_gelu")
     has_scale, has_bias = (model.get(f"init_logit_{name}") is not None for name in ("scale", "bias"))
     return CLIPConfig(
         embed_dim=model.count("embed_dim"),
-        vision=_vision_config(Section("vision_cfg", model.get("vision_cfg"), _VISION_FIELDS), quick_gelu),
-        text=_text_config(Section("text_cfg", model.get("text_cfg"), _TEXT_FIELDS), quick_gelu),
+        vision=_vision_config(Section("vision_cfg", model.get("vision_cfg"), _VISION_FIELDS.split()), quick_gelu),
+        text=_text_config(Section("text_cfg", model.get("text_cfg"), _TEXT_FIELDS.split()), quick_gelu),
         activation="quick_gelu" if quick_gelu else "gelu",
         image_mean=images.numbers("mean", OPENAI_IMAGE_MEAN),  # type: ignore[arg-type]
         image_std=images.numbers("std", OPENAI_IMAGE_STD),  # type: ignore[arg-type]

@@ -97,8 +97,8 @@ def change_config[Config: (CLIPConfig, TextPairConfig)](config: Config, **overri
     config = dataclasses.replace(config, **changes)
     if isinstance(config, CLIPConfig):
         vision = config.vision
-        patch_size, ratio = (vision.patch_size, 1) if isinstance(vision, VisionConfig) else (32, 32)
-        check_grid(vision.image_size, patch_size, vision.width * ratio)
+        channels = vision.width * (32 if isinstance(vision, ResNetConfig) else 1)
+        check_grid(vision.image_size, vision.patch_size, channels)
     return config
 
 
@@ -262,12 +262,7 @@ def inference_config(config: CLIPConfig) -> CLIPConfig:
 
 
 def inference_tower(tower: Any, activation: str) -> Any:
-    """Return the configuration of a tower in `inference_config`.
-
-    Args:
-      tower: configuration of the tower.
-      activation: activation of a tower without its own.
-    """
+    """Return the configuration of a tower in `inference_config`; `activation` is that of a tower without its own."""
     if isinstance(tower, ResNetConfig):
         return tower
     fields = {field.name for field in dataclasses.fields(tower)}
@@ -292,14 +287,9 @@ def _fields(kind: type, tower: Any) -> dict[str, Any]:
 
 
 def prefix_model(config: CLIPConfig, variables: Any, dim: int) -> tuple[CLIPConfig, Any]:
-    """Cut the projections of a model to a prefix of the features.
+    """Cut the projections of a model to the first `dim` features.
 
     The features of the new model are the normalized prefixes of the given one's.
-
-    Args:
-      config: model configuration.
-      variables: its variables.
-      dim: size of the prefix.
 
     Returns:
       The configuration with `embed_dim=dim` and its variables.

@@ -64,6 +64,11 @@ class ResNetConfig:
         if self.image_size % _REDUCTION:
             raise ValueError(f"expected vision.image_size to be a multiple of {_REDUCTION}, got {self.image_size}")
 
+    @property
+    def patch_size(self) -> int:
+        """Height and width in pixels of a position of the last stage."""
+        return _REDUCTION
+
 
 class BatchNorm(nn.Module):
     """Float32 batch normalization with PyTorch's running statistics (Ioffe & Szegedy 2015).

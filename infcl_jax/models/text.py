@@ -15,14 +15,9 @@ TextPool = Literal["end", "first", "last"]
 
 
 def end_position(tokens: Integer[Array, "b t"], end_token: int | None = None) -> Int32[Array, "b"]:
-    """Return the first position of each sequence's end token.
+    """Return the first position of each sequence's end token, 0 for a sequence without it.
 
-    Args:
-      tokens: integer [b, t].
-      end_token: id of the end token; None: the largest id of each sequence, as in CLIP.
-
-    Returns:
-      int32 [b], 0 for a sequence without `end_token`.
+    Without `end_token`, it is the largest id of each sequence, as in CLIP.
     """
     return jnp.argmax(tokens if end_token is None else tokens == end_token, axis=1).astype(jnp.int32)
 

@@ -50,12 +50,12 @@ class SelfAttention(nn.Module):
         position: Integer[Array, "b"] | None = None,
         key_mask: Bool[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "rows width"], Float[Array, "width"]]:
-        """Apply self-attention to all tokens or to one token of each sequence.
+        """Apply self-attention to tokens [b * t, width], to all of them or to one of each sequence.
 
         Args:
-          x: [b * t, width], tokens, floating.
-          position: integer [b], position of the only token to compute in each sequence; None for all tokens.
-          key_mask: bool [b, t], False for tokens that no token attends to; None for none. Only without `position`.
+          x: tokens, floating.
+          position: position of the only token to compute in each sequence; None for all tokens.
+          key_mask: False for tokens that no token attends to; None for none. Only without `position`.
 
         Returns:
           [b * t, width], or [b, width] with `position`, in the compute dtype; and the bias [width] added to it under
@@ -143,18 +143,16 @@ class TransformerBlock(nn.Module):
         position: Integer[Array, "b"] | None,
         train: bool,
     ) -> tuple[Float[Array, "rows width"], Float[Array, "width"] | None]:
-        """Run the block.
+        """Run the block on [b * t, width] in the compute dtype.
 
         Args:
-          x: [b * t, width] in the compute dtype.
-          deferred_bias: [width], bias added to `x` under `stop_gradient`, see `normalize_with_residual`; None for no
-            bias.
-          position: integer [b], position of the only token to compute in each sequence; None for all tokens.
+          x: tokens.
+          deferred_bias: bias added to `x` under `stop_gradient`, see `normalize_with_residual`; None for no bias.
+          position: position of the only token to compute in each sequence; None for all tokens.
           train: whether dropout is on.
 
         Returns:
-          [b * t, width], or [b, width] with `position`; and the bias [width] added to it under `stop_gradient`, None
-          for no bias.
+          [b * t, width], or [b, width] with `position`; and the bias added to it under `stop_gradient`, None for none.
         """
         c = self.config
 
@@ -181,12 +179,9 @@ class TransformerBlock(nn.Module):
 
 
 def rematerialized[Block: nn.Module](block: type[Block], remat: Remat | None, train_argument: int) -> type[Block]:
-    """Return the class of blocks that recompute activations.
+    """Return the class of blocks that recompute activations, see `TransformerConfig.remat`.
 
-    Args:
-      block: class of the blocks.
-      remat: activations to recompute, see `TransformerConfig`; None for none.
-      train_argument: index of the argument `train` of the block's call, with `self` as 0.
+    `train_argument` is the index of the argument `train` of the block's call, with `self` as 0.
     """
     if remat is None:
         return block
@@ -203,16 +198,13 @@ class Transformer(nn.Module):
     def __call__(
         self, x: Float[Array, "b t width"], position: Integer[Array, "b"] | None = None, *, train: bool = False
     ) -> Float[Array, "b t width"] | Float[Array, "b width"]:
-        """Run the blocks.
+        """Run the blocks on [b, t, width] in the compute dtype.
 
-        Args:
-          x: [b, t, width] in `config.dtype`.
-          position: integer [b], in [0, t), position of the only token to return for each sequence. The last block then
-            computes that token only, which attends to all tokens. None for all tokens.
-          train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
+        With `position`, in [0, t), the last block computes that token of each sequence only, which attends to all.
+        `train` turns dropout on, which needs the "dropout" rng unless the rate is 0.
 
         Returns:
-          [b, t, width], or [b, width] with `position`, in `config.dtype`, not normalized.
+          [b, t, width], or [b, width] with `position`, not normalized.
         """
         c, (b, t, _) = self.config, x.shape
         block = rematerialized(TransformerBlock, c.remat, train_argument=4)

@@ -54,15 +54,10 @@ class PatchEmbedding(nn.Module):
 
 
 def sin_cos_positions(width: int, grid: int) -> np.ndarray:
-    """Return the fixed sine-cosine positional embeddings of a square grid of patches.
+    """Return the fixed sine-cosine positional embeddings of a square grid of patches, float32 [grid^2, width].
 
-    Args:
-      width: size of the embeddings; a multiple of 4.
-      grid: number of patches per side.
-
-    Returns:
-      float32 [grid^2, width], patches in row-major order. The first half of the channels encodes the column, the second
-      the row: sines, then cosines, of `position / 10000^(4 i / width)`.
+    Patches are in row-major order. The first half of the channels encodes the column, the second the row: sines, then
+    cosines, of `position / 10000^(4 i / width)`.
 
     Source: MoCo v3, Chen et al. 2021, section 4.1.
     """
@@ -75,15 +70,7 @@ def sin_cos_positions(width: int, grid: int) -> np.ndarray:
 
 
 def drop_patches(rng: jax.Array, tokens: Shaped[Array, "b n width"], rate: float) -> Shaped[Array, "b kept width"]:
-    """Keep a random subset of the patches of each sample.
-
-    Args:
-      rng: PRNG key.
-      tokens: [b, n, width], patch embeddings with positions, any dtype.
-      rate: fraction of patches to drop, in [0, 1).
-
-    Returns:
-      [b, max(1, int(n (1 - rate))), width]; each sample has its own subset, in random order.
+    """Keep a random subset of `max(1, int(n (1 - rate)))` patches of each sample, in random order.
 
     Source: FLIP, Li et al. 2023, section 3.
     """

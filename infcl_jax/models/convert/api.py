@@ -13,19 +13,17 @@ from flax.traverse_util import unflatten_dict
 
 from infcl_jax.models.clip import CLIP, variable_shapes
 from infcl_jax.models.config import CLIPConfig
-from infcl_jax.models.convert import hugging_face, hugging_face_files, open_clip, open_clip_files
+from infcl_jax.models.convert import hugging_face, open_clip, open_clip_files
 from infcl_jax.models.convert.position_embeddings import resize_positions
 from infcl_jax.models.convert.reference import difference_from_reference, summary
 from infcl_jax.models.convert.sources import Source, open_source
 from infcl_jax.models.convert.tensor_files import Tensors, write_tensors
-from infcl_jax.models.convert.weight_map import WeightMap, flat_shapes, to_tensors, to_variables
+from infcl_jax.models.convert.weight_map import flat_shapes, to_tensors, to_variables
 from infcl_jax.models.open_clip_config import CONFIG_FILE, read_open_clip_config
 from infcl_jax.models.registry import build_model, change_config, config_of, model_config
 from infcl_jax.ops.common.checks import check_choice
 
 ExportFormat = Literal["open_clip", "hf"]
-
-_NAMES: dict[str, Any] = {"open_clip": open_clip, "hf": hugging_face}
 
 _logger = logging.getLogger(__name__)
 
@@ -118,24 +116,34 @@ def save_pretrained(
     counters = {path: np.asarray(arrays[path], np.int64) for path in arrays if open_clip.is_counter(path)}
     arrays |= counters  # on devices they are int32
     if format == "open_clip":
-        weights = open_clip.weight_map(config, arrays, open_clip.export_names(config))
-        files, weight_file = open_clip_files.export_files(config), open_clip.WEIGHT_FILES[0]
+        names = ("text.",) if open_clip.needs_custom_text(config) else ()
+        weights, weight_file = open_clip.weight_map(config, arrays, names), open_clip.WEIGHT_FILES[0]
+        files = open_clip_files.export_files(config)
     else:
-        files, weight_file = hugging_face_files.export_files(config), hugging_face.WEIGHT_FILES[0]
-        weights = hugging_face.weight_map(config, arrays, ())
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    write_tensors(folder / weight_file, to_tensors(weights, arrays))
+        weights, weight_file = hugging_face.weight_map(config, arrays, ()), hugging_face.WEIGHT_FILES[0]
+        files = hugging_face.export_files(config)
+    write_model(folder := Path(path), files, weight_file, to_tensors(weights, arrays))
     source = open_source(folder)
     _, converted, checked = convert(source)
-    back = flat_shapes(converted)
-    if any(np.asarray(array).tobytes() != back[path].tobytes() for path, array in arrays.items()):
-        raise ValueError(f"expected the export in {folder} to hold the variables in {config.param_dtype}, got others")
+    check_export(folder, arrays, converted, config.param_dtype)
     if compare_features:
         checked += difference_from_reference(source, build_model(config), variables)
     return checked
+
+
+def write_model(folder: Path, files: Mapping[str, Any], weight_file: str, tensors: Tensors) -> None:
+    """Write the JSON files and the weights of a model; the folder is created if missing."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    write_tensors(folder / weight_file, tensors)
+
+
+def check_export(folder: Path, arrays: Mapping[str, Any], converted: Any, dtype: str) -> None:
+    """Raise `ValueError` unless an export, read and converted back, equals the arrays bit for bit."""
+    back = flat_shapes(converted)
+    if any(np.asarray(array).tobytes() != back[path].tobytes() for path, array in arrays.items()):
+        raise ValueError(f"expected the export in {folder} to hold the variables in {dtype}, got others")
 
 
 def convert(
@@ -143,16 +151,10 @@ def convert(
 ) -> tuple[CLIPConfig, dict[str, Any], str]:
     """Convert the tensors of a source to variables.
 
-    Args:
-      source: files of the model.
-      overrides: changes to the configuration by dotted name.
-      default: configuration of a source without one.
+    The configuration, that of the source or `default`, is changed by `overrides`.
 
     Returns:
       Configuration, variables and one line that says what was checked, see `load_pretrained`.
-
-    Raises:
-      ValueError: see `load_pretrained`.
     """
     tensors = source.tensors()
     original = change_config(read_config(source, default), param_dtype=_common_dtype(tensors))
@@ -164,7 +166,8 @@ def convert(
             *(source.name, reason, CONFIG_FILE),
         )
     shapes = flat_shapes(variable_shapes(build_model(original))) | open_clip.read_counters(tensors)
-    weights = _NAMES[source.format].weight_map(original, shapes, tensors)
+    names = open_clip if source.format == "open_clip" else hugging_face
+    weights = names.weight_map(original, shapes, tensors)
     arrays = flat_shapes(to_variables(weights, tensors, shapes, source.name))
     arrays, resized = resize_variables(arrays, original, config)
     checked = summary(
@@ -174,7 +177,10 @@ def convert(
         len(arrays),
         unused=tensors.keys() - weights.names(),
         resized=resized,
-        equal=_equals(weights, tensors, arrays, resized),
+        equal=all(
+            array.tobytes() == tensors[name].astype(array.dtype).tobytes()
+            for name, array in to_tensors(weights.without(resized), arrays).items()
+        ),
     )
     return config, unflatten_dict(arrays, sep="/"), checked
 
@@ -182,12 +188,7 @@ def convert(
 def resize_variables(
     arrays: Mapping[str, np.ndarray], original: CLIPConfig, config: CLIPConfig
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Resize position embeddings for the sizes of a configuration, and cast to its dtypes.
-
-    Args:
-      arrays: variables by path.
-      original: their configuration.
-      config: configuration with other sizes or dtypes.
+    """Resize position embeddings of variables by path from `original` to `config`, and cast to its dtypes.
 
     Returns:
       The variables by path, and the paths of the resized ones.
@@ -209,11 +210,7 @@ def resize_variables(
 
 
 def default_config(source: Source, model: str | None) -> CLIPConfig | None:
-    """Return the configuration of a source without one.
-
-    Args:
-      source: files of the model.
-      model: name or OpenCLIP configuration, see `infcl_jax.models.model_config`; None for a source with its own.
+    """Return the configuration that a user names for a source without one, else None.
 
     Raises:
       ValueError: the source has a configuration, or the model is unknown.
@@ -226,11 +223,7 @@ def default_config(source: Source, model: str | None) -> CLIPConfig | None:
 
 
 def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig:
-    """Read the configuration of a source.
-
-    Args:
-      source: files of the model.
-      default: configuration of a source without one.
+    """Read the configuration of a source; `default` is that of a source without one.
 
     Raises:
       ValueError: it has a field that is not supported, or there is none.
@@ -254,12 +247,3 @@ def _common_dtype(tensors: Tensors) -> str:
         if array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating) and "running_" not in name
     }
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"} else "float32"
-
-
-def _equals(weights: WeightMap, tensors: Tensors, arrays: Mapping[str, np.ndarray], resized: tuple[str, ...]) -> bool:
-    """Return whether arrays equal the tensors bit for bit when converted back."""
-    kept = WeightMap(tuple(entry for entry in weights.entries if entry.path not in resized), weights.unused, {})
-    return all(
-        array.tobytes() == tensors[name].astype(array.dtype).tobytes()
-        for name, array in to_tensors(kept, arrays).items()
-    )

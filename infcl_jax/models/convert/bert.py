@@ -4,77 +4,56 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from infcl_jax.models.config import BertConfig
-from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules, module_rules
 from infcl_jax.models.json_section import LARGEST_DEPTH, Section
 
 KINDS = ("bert", "roberta", "xlm-roberta")  # model_type in config.json
 
 # Heads of pretraining, and buffers of older versions.
 _UNUSED = r"(cls|lm_head)\..*|.*\.position_ids|.*embeddings\.token_type_ids"
-_MODULES = {
-    "attn/out_proj": "attention.output.dense",
-    "ln_1": "attention.output.LayerNorm",
-    "mlp/c_fc": "intermediate.dense",
-    "mlp/c_proj": "output.dense",
-    "ln_2": "output.LayerNorm",
-}
+# Names of Google's checkpoints, such as that of bert-base-uncased.
+_LEGACY = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
-def rules(text: Any, prefix: str, norm: tuple[str, str] = ("weight", "bias")) -> tuple[Rule, ...]:
-    """Return the rules of a BERT text tower; none for other towers.
-
-    The projection to features is not part of transformers' BERT.
-
-    Args:
-      text: configuration of the tower.
-      prefix: prefix of all names.
-      norm: names of scale and bias of a LayerNorm.
-    """
-    if not isinstance(text, BertConfig):
-        return ()
-    block, target = r"params/text/transformer/block_0*(\d+)", f"{prefix}encoder.layer.{{0}}"
-    projections = [f"{target}.attention.self.{name}" for name in ("query", "key", "value")]
-    modules = {"params/text/ln_embed": f"{prefix}embeddings.LayerNorm", "params/text/pooler": f"{prefix}pooler.dense"}
-    modules |= {f"{block}/{path}": f"{target}.{name}" for path, name in _MODULES.items()}
-    tower_rules = [
-        Rule(r"params/text/token_embedding", (f"{prefix}embeddings.word_embeddings.weight",)),
-        Rule(r"params/text/positional_embedding", (f"{prefix}embeddings.position_embeddings.weight",)),
-        Rule(r"params/text/token_type_embedding", (f"{prefix}embeddings.token_type_embeddings.weight",)),
-        Rule(rf"{block}/attn/in_proj/kernel", tuple(f"{name}.weight" for name in projections)),
-        Rule(rf"{block}/attn/in_proj/bias", tuple(f"{name}.bias" for name in projections)),
-    ]
-    for path, name in modules.items():
-        weight, bias = norm if name.endswith("LayerNorm") else ("weight", "bias")
-        tower_rules += [
-            Rule(f"{path}/(?:kernel|scale)", (f"{name}.{weight}",)),
-            Rule(f"{path}/bias", (f"{name}.{bias}",)),
-        ]
-    return tuple(tower_rules)
+def rules(prefix: str) -> tuple[Rule, ...]:
+    """Return the rules of a BERT text tower without its projection, which transformers' BERT does not have."""
+    embeddings = f"{prefix}embeddings"
+    block, layer = r"text/transformer/block_0*(\d+)", f"{prefix}encoder.layer.{{0}}"
+    projections = (f"{layer}.attention.self.{name}" for name in ("query", "key", "value"))
+    return (
+        Rule(r"params/text/token_embedding", (f"{embeddings}.word_embeddings.weight",)),
+        Rule(r"params/text/positional_embedding", (f"{embeddings}.position_embeddings.weight",)),
+        Rule(r"params/text/token_type_embedding", (f"{embeddings}.token_type_embeddings.weight",)),
+        *module_rules("text/ln_embed", f"{embeddings}.LayerNorm"),
+        *module_rules("text/pooler", f"{prefix}pooler.dense"),
+        *module_rules(f"{block}/attn/in_proj", *projections),
+        *module_rules(f"{block}/attn/out_proj", f"{layer}.attention.output.dense"),
+        *module_rules(f"{block}/ln_1", f"{layer}.attention.output.LayerNorm"),
+        *module_rules(f"{block}/mlp/c_fc", f"{layer}.intermediate.dense"),
+        *module_rules(f"{block}/mlp/c_proj", f"{layer}.output.dense"),
+        *module_rules(f"{block}/ln_2", f"{layer}.output.LayerNorm"),
+    )
 
 
 def weight_map(text: BertConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
-    """Map the parameters of a text tower to transformers' BERT.
+    """Map the parameters of a text tower, without its projection to features, to transformers' BERT.
 
-    Args:
-      text: configuration of the tower.
-      shapes: arrays or shapes of the tower by path, without its projection to features.
-      names: tensors of the source, whose prefix is "bert.", "roberta." or none.
+    The prefix is that of the names of the source's tensors: "bert.", "roberta." or none.
     """
     table = "embeddings.word_embeddings.weight"
     prefix = next((name.removesuffix(table) for name in names if name.endswith(table)), "")
     pooler = "" if text.pool == "pooler" else r"|(.*\.)?pooler\.dense\..*"
-    # Names of Google's checkpoints, such as that of bert-base-uncased.
-    legacy = any(name.endswith("LayerNorm.gamma") for name in names)
-    entries = match_rules(rules(text, prefix, ("gamma", "beta") if legacy else ("weight", "bias")), shapes)
+    entries = match_rules(rules(prefix), shapes)
+    if any(name.endswith("LayerNorm.gamma") for name in names):
+        for current, legacy in _LEGACY.items():
+            entries = tuple(e._replace(names=tuple(name.replace(current, legacy) for name in e.names)) for e in entries)
     return WeightMap(entries, _UNUSED + pooler, {})
 
 
 def read_config(config: Mapping[str, Any], text: BertConfig) -> BertConfig:
-    """Read the configuration of a BERT of transformers.
+    """Read the configuration of a BERT of transformers from `config.json`.
 
-    Args:
-      config: content of `config.json`, with one of `KINDS` as its model_type.
-      text: configuration with context length, pool and projection, which the file does not have.
+    Context length, pool and projection, which the file does not have, are those of `text`.
 
     Raises:
       ValueError: the model has a field that is not supported.

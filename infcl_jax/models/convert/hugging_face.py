@@ -7,8 +7,10 @@ from typing import Any
 
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
 from infcl_jax.models.convert import bert
-from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules, module_rules
 from infcl_jax.models.json_section import LARGEST_DEPTH, LARGEST_SIDE, Section, check_grid
+from infcl_jax.models.registry import inference_config
+from infcl_jax.models.transformer_config import TowerConfig
 
 CONFIG_FILE, PREPROCESSOR_FILE, PROCESSOR_FILE = "config.json", "preprocessor_config.json", "processor_config.json"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
@@ -34,14 +36,9 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], default: CLIPConfig | None) -> CLIPConfig:
-    """Read the configuration of a CLIP, SigLIP or BERT model.
+    """Read `config.json` of a CLIP, SigLIP or BERT model, and `preprocessor_config.json`, empty without one.
 
     A BERT becomes the text tower of `default`.
-
-    Args:
-      config: content of `config.json`.
-      preprocessor: content of `preprocessor_config.json`; empty without one.
-      default: configuration of the model with a BERT.
 
     Raises:
       ValueError: the model is of another type, or has a field that is not supported.
@@ -92,18 +89,14 @@ def read_config(config: Mapping[str, Any], preprocessor: Mapping[str, Any], defa
 
 
 def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
-    """Map the parameters of a model to those of transformers.
-
-    Args:
-      config: configuration of the model.
-      shapes: arrays or shapes by path.
-      names: tensors of the source; empty for an export.
+    """Map the parameters of a model to transformers' tensors, of a source that has `names`.
 
     Raises:
       ValueError: transformers has no such parameter.
     """
     if isinstance(config.text, BertConfig):
-        tower = {path: shape for path, shape in shapes.items() if _is_bert_path(path)}
+        projection = "params/text/text_projection/"  # not in transformers' BERT
+        tower = {p: x for p, x in shapes.items() if p.startswith("params/text/") and not p.startswith(projection)}
         return bert.weight_map(config.text, tower, names)
     vision, text = "vision_model", "text_model"
     siglip = config.vision.pool == "map"  # type: ignore[union-attr]
@@ -111,52 +104,37 @@ def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[
         Rule(r"params/(logit_scale|logit_bias)", ("{0}",), "unit_axis" if siglip else None),
         Rule(r"params/visual/class_embedding", (f"{vision}.embeddings.class_embedding",)),
         Rule(r"params/visual/positional_embedding", (f"{vision}.embeddings.position_embedding.weight",)),
-        *_module("visual/conv1", f"{vision}.embeddings.patch_embedding"),
-        *_module("visual/ln_pre", f"{vision}.pre_layrnorm"),
-        *_module("visual/ln_post", f"{vision}.post_layernorm"),
-        *_module("visual/proj", "visual_projection"),
+        *module_rules("visual/conv1", f"{vision}.embeddings.patch_embedding"),
+        *module_rules("visual/ln_pre", f"{vision}.pre_layrnorm"),
+        *module_rules("visual/ln_post", f"{vision}.post_layernorm"),
+        *module_rules("visual/proj", "visual_projection"),
         Rule(r"params/visual/attn_pool/probe", (f"{vision}.head.probe",), "unit_axes"),
         Rule(r"params/visual/attn_pool/attn/in_proj/kernel", (f"{vision}.head.attention.in_proj_weight",)),
         Rule(r"params/visual/attn_pool/attn/in_proj/bias", (f"{vision}.head.attention.in_proj_bias",)),
-        *_module("visual/attn_pool/attn/out_proj", f"{vision}.head.attention.out_proj"),
-        *_module("visual/attn_pool/ln", f"{vision}.head.layernorm"),
-        *_module("visual/attn_pool/mlp/c_fc", f"{vision}.head.mlp.fc1"),
-        *_module("visual/attn_pool/mlp/c_proj", f"{vision}.head.mlp.fc2"),
+        *module_rules("visual/attn_pool/attn/out_proj", f"{vision}.head.attention.out_proj"),
+        *module_rules("visual/attn_pool/ln", f"{vision}.head.layernorm"),
+        *module_rules("visual/attn_pool/mlp/c_fc", f"{vision}.head.mlp.fc1"),
+        *module_rules("visual/attn_pool/mlp/c_proj", f"{vision}.head.mlp.fc2"),
         Rule(r"params/text/token_embedding", (f"{text}.embeddings.token_embedding.weight",)),
         Rule(r"params/text/positional_embedding", (f"{text}.embeddings.position_embedding.weight",)),
-        *_module("text/ln_final", f"{text}.final_layer_norm"),
-        *_module("text/text_projection", f"{text}.head" if siglip else "text_projection"),
+        *module_rules("text/ln_final", f"{text}.final_layer_norm"),
+        *module_rules("text/text_projection", f"{text}.head" if siglip else "text_projection"),
         *_block_rules("visual", vision),
         *_block_rules("text", text),
     )
     return WeightMap(match_rules(rules, shapes), r".*\.position_ids", {})
 
 
-def _is_bert_path(path: str) -> bool:
-    """Return whether transformers' BERT has a parameter; it has no projection."""
-    return path.startswith("params/text/") and not path.startswith("params/text/text_projection/")
-
-
 def _block_rules(path: str, prefix: str) -> tuple[Rule, ...]:
     """Return the rules of the transformer blocks of a tower."""
     block, target = rf"{path}/transformer/block_0*(\d+)", f"{prefix}.encoder.layers.{{0}}"
-    projections = [f"{target}.self_attn.{name}_proj" for name in "qkv"]
     return (
-        Rule(rf"params/{block}/attn/in_proj/kernel", tuple(f"{name}.weight" for name in projections)),
-        Rule(rf"params/{block}/attn/in_proj/bias", tuple(f"{name}.bias" for name in projections)),
-        *_module(f"{block}/attn/out_proj", f"{target}.self_attn.out_proj"),
-        *_module(f"{block}/ln_1", f"{target}.layer_norm1"),
-        *_module(f"{block}/ln_2", f"{target}.layer_norm2"),
-        *_module(f"{block}/mlp/c_fc", f"{target}.mlp.fc1"),
-        *_module(f"{block}/mlp/c_proj", f"{target}.mlp.fc2"),
-    )
-
-
-def _module(path: str, name: str) -> tuple[Rule, Rule]:
-    """Return the rules of weight and bias of a convolution, dense layer or LayerNorm."""
-    return (
-        Rule(rf"params/{path}/(?:kernel|scale)", (f"{name}.weight",)),
-        Rule(rf"params/{path}/bias", (f"{name}.bias",)),
+        *module_rules(f"{block}/attn/in_proj", *(f"{target}.self_attn.{name}_proj" for name in "qkv")),
+        *module_rules(f"{block}/attn/out_proj", f"{target}.self_attn.out_proj"),
+        *module_rules(f"{block}/ln_1", f"{target}.layer_norm1"),
+        *module_rules(f"{block}/ln_2", f"{target}.layer_norm2"),
+        *module_rules(f"{block}/mlp/c_fc", f"{target}.mlp.fc1"),
+        *module_rules(f"{block}/mlp/c_proj", f"{target}.mlp.fc2"),
     )
 
 
@@ -186,3 +164,73 @@ def _images(preprocessor: Mapping[str, Any], default: Mapping[str, Any]) -> dict
         is_squashed = size.get("height") is not None and not images.flag("do_center_crop")
         changes["resize_mode"] = "squash" if is_squashed else "shortest"
     return {**default, **changes}
+
+
+def export_files(config: CLIPConfig) -> dict[str, dict[str, Any]]:
+    """Return the JSON files of a model by name, the inverse of `read_config`.
+
+    Raises:
+      ValueError: transformers' CLIP and SigLIP have no such model.
+    """
+    vision, text = config.vision, config.text
+    refusal = (
+        "expected a model that transformers' CLIP or SigLIP describes for format 'hf', got another; use 'open_clip'"
+    )
+    if not isinstance(vision, VisionConfig) or not isinstance(text, TextConfig):
+        raise ValueError(refusal)
+    siglip = vision.pool == "map"
+    if siglip:
+        kind, model = "siglip", {}
+        words: dict[str, Any] = {"projection_size": config.embed_dim, "bos_token_id": None, "eos_token_id": None}
+    else:
+        kind, model = "clip", {"projection_dim": config.embed_dim, "logit_scale_init_value": config.init_logit_scale}
+        end = text.vocab_size - 1 if text.end_token is None else text.end_token
+        words = {"bos_token_id": max(0, end - 1), "eos_token_id": end}
+    content = {
+        "architectures": ["SiglipModel" if siglip else "CLIPModel"],
+        "model_type": kind,
+        **model,
+        "dtype": config.param_dtype,
+        "vision_config": {
+            "model_type": f"{kind}_vision_model",
+            **exported_tower(vision, config.activation),
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+        },
+        "text_config": {
+            "model_type": f"{kind}_text_model",
+            **exported_tower(text, config.activation),
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.context_length,
+            **words,
+        },
+    }
+    square = {"height": vision.image_size, "width": vision.image_size}
+    crop = {"size": {"shortest_edge": vision.image_size}, "do_center_crop": True, "crop_size": square}
+    preprocessor = {
+        "image_processor_type": "SiglipImageProcessor" if siglip else "CLIPImageProcessor",
+        "do_resize": True,
+        **({"size": square, "do_center_crop": False} if config.resize_mode == "squash" else crop),
+        "resample": {name: code for code, name in _RESAMPLE.items()}[config.interpolation],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "image_mean": list(config.image_mean),
+        "image_std": list(config.image_std),
+    }
+    if inference_config(read_config(content, preprocessor, None)) != inference_config(config):
+        raise ValueError(refusal)
+    return {CONFIG_FILE: content, PREPROCESSOR_FILE: preprocessor}
+
+
+def exported_tower(tower: TowerConfig, activation: str) -> dict[str, Any]:
+    """Return the fields of a tower of transformers; `activation` is that of a tower without its own."""
+    return {
+        "hidden_size": tower.width,
+        "num_hidden_layers": tower.layers,
+        "num_attention_heads": tower.heads,
+        "intermediate_size": int(tower.width * tower.mlp_ratio),
+        "hidden_act": {ours: theirs for theirs, ours in _ACTIVATIONS.items()}[tower.activation or activation],
+        "layer_norm_eps": tower.norm_epsilon,
+    }

@@ -8,7 +8,7 @@ import numpy as np
 
 from infcl_jax.models.config import BertConfig, CLIPConfig, VisionConfig
 from infcl_jax.models.convert import bert
-from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules
+from infcl_jax.models.convert.weight_map import Rule, WeightMap, match_rules, module_rules
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.models.vit import sin_cos_positions
 
@@ -28,10 +28,8 @@ _TIMM_HEAD = "visual.trunk.head.weight"  # timm's own classifier, in place of Op
 def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
     """Map the parameters of a model to OpenCLIP's tensors.
 
-    Args:
-      config: configuration of the model.
-      shapes: arrays or shapes by path.
-      names: tensors of the source, which tell the variants of names apart. For an export, `export_names`.
+    The names of a source's tensors tell its variants apart. For an export they are "text." or none, see
+    `needs_custom_text`.
 
     Raises:
       ValueError: OpenCLIP has no such parameter.
@@ -46,7 +44,7 @@ def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[
         Rule(rf"{COUNTERS}/(.*)", ("{0}",)),
         Rule(r"params/(logit_scale|logit_bias)", ("{0}",), "scalar"),
         *(_timm_rules(_TIMM_HEAD in names) if is_timm(config.vision) else ()),
-        *bert.rules(config.text, "text.transformer."),
+        *(bert.rules("text.transformer.") if isinstance(config.text, BertConfig) else ()),
         Rule(r"params/text/text_projection/fc1/kernel", ("text.proj.0.weight",)),
         Rule(r"params/text/text_projection/fc2/kernel", ("text.proj.2.weight",)),
         Rule(r"params/visual/proj/kernel", ("visual.proj",), "same"),
@@ -65,10 +63,7 @@ def weight_map(config: CLIPConfig, shapes: Mapping[str, Any], names: Collection[
 def wrong_activation(config: CLIPConfig, names: Collection[str], file: str) -> str | None:
     """Return why weights have QuickGELU where the model has another activation, else None.
 
-    Args:
-      config: configuration of the model.
-      names: tensors of the source.
-      file: name of the file, folder or repository; OpenCLIP's names say "openai" or "quickgelu".
+    OpenCLIP's names of files, folders and repositories say "openai" or "quickgelu".
     """
     towers = [tower for tower in (config.vision, config.text) if not isinstance(tower, ResNetConfig | BertConfig)]
     if all((tower.activation or config.activation) == "quick_gelu" for tower in towers):
@@ -89,11 +84,6 @@ def needs_custom_text(config: CLIPConfig) -> bool:
     if is_timm(config.vision) or isinstance(text, BertConfig):
         return True
     return not text.causal or text.pool != "end" or text.projection != "linear" or text.projection_bias
-
-
-def export_names(config: CLIPConfig) -> tuple[str, ...]:
-    """Return names of tensors that tell the variant of an export, see `weight_map`."""
-    return ("text.",) if needs_custom_text(config) else ()
 
 
 def is_counter(path: str) -> bool:
@@ -121,60 +111,39 @@ def _fixed_positions(vision: Any) -> dict[str, np.ndarray]:
 def _timm_rules(own_head: bool) -> tuple[Rule, ...]:
     """Return the rules of a SigLIP image tower of timm."""
     trunk, pool = "visual.trunk", "visual.trunk.attn_pool"
-    block, target = r"params/visual/transformer/block_0*(\d+)", f"{trunk}.blocks.{{0}}"
+    block, target = r"visual/transformer/block_0*(\d+)", f"{trunk}.blocks.{{0}}"
     query_and_rest = (1, 2)  # channels of the query and of key and value
-    modules = {
-        "conv1": f"{trunk}.patch_embed.proj",
-        "ln_post": f"{trunk}.norm",
-        "attn_pool/attn/out_proj": f"{pool}.proj",
-        "attn_pool/ln": f"{pool}.norm",
-        "attn_pool/mlp/c_fc": f"{pool}.mlp.fc1",
-        "attn_pool/mlp/c_proj": f"{pool}.mlp.fc2",
-        "proj": f"{trunk}.head" if own_head else "visual.head.proj",
-    }
-    blocks = {"ln_1": "norm1", "ln_2": "norm2", "attn/in_proj": "attn.qkv", "attn/out_proj": "attn.proj"} | {
-        "mlp/c_fc": "mlp.fc1",
-        "mlp/c_proj": "mlp.fc2",
-    }
-    rules = [
+    return (
         Rule(r"params/visual/positional_embedding", (f"{trunk}.pos_embed",), "unit_axis"),
+        *module_rules("visual/conv1", f"{trunk}.patch_embed.proj"),
+        Rule(rf"params/{block}/ls_(\d)", (f"{target}.ls{{1}}.gamma",)),
+        *module_rules(f"{block}/ln_1", f"{target}.norm1"),
+        *module_rules(f"{block}/attn/in_proj", f"{target}.attn.qkv"),
+        *module_rules(f"{block}/attn/out_proj", f"{target}.attn.proj"),
+        *module_rules(f"{block}/ln_2", f"{target}.norm2"),
+        *module_rules(f"{block}/mlp/c_fc", f"{target}.mlp.fc1"),
+        *module_rules(f"{block}/mlp/c_proj", f"{target}.mlp.fc2"),
+        *module_rules("visual/ln_post", f"{trunk}.norm"),
         Rule(r"params/visual/attn_pool/probe", (f"{pool}.latent",), "unit_axes"),
-        *(
-            Rule(
-                rf"params/visual/attn_pool/attn/in_proj/{ours}",
-                (f"{pool}.q.{theirs}", f"{pool}.kv.{theirs}"),
-                shares=query_and_rest,
-            )
-            for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-        ),
-        Rule(rf"{block}/ls_(\d)", (f"{target}.ls{{1}}.gamma",)),
-    ]
-    for path, name in modules.items():
-        rules += [
-            Rule(rf"params/visual/{path}/(?:kernel|scale)", (f"{name}.weight",)),
-            Rule(rf"params/visual/{path}/bias", (f"{name}.bias",)),
-        ]
-    for path, name in blocks.items():
-        rules += [
-            Rule(rf"{block}/{path}/(?:kernel|scale)", (f"{target}.{name}.weight",)),
-            Rule(rf"{block}/{path}/bias", (f"{target}.{name}.bias",)),
-        ]
-    return tuple(rules)
+        *module_rules("visual/attn_pool/attn/in_proj", f"{pool}.q", f"{pool}.kv", shares=query_and_rest),
+        *module_rules("visual/attn_pool/attn/out_proj", f"{pool}.proj"),
+        *module_rules("visual/attn_pool/ln", f"{pool}.norm"),
+        *module_rules("visual/attn_pool/mlp/c_fc", f"{pool}.mlp.fc1"),
+        *module_rules("visual/attn_pool/mlp/c_proj", f"{pool}.mlp.fc2"),
+        *module_rules("visual/proj", f"{trunk}.head" if own_head else "visual.head.proj"),
+    )
 
 
 def _tower_rules(path: str, prefix: str) -> tuple[Rule, ...]:
     """Return the rules of a transformer tower."""
-    block, target = rf"params/{path}/transformer/block_0*(\d+)", f"{prefix}transformer.resblocks.{{0}}"
+    block, target = rf"{path}/transformer/block_0*(\d+)", f"{prefix}transformer.resblocks.{{0}}"
     return (
-        Rule(rf"{block}/attn/in_proj/kernel", (f"{target}.attn.in_proj_weight",)),
-        Rule(rf"{block}/attn/in_proj/bias", (f"{target}.attn.in_proj_bias",)),
-        Rule(rf"{block}/(ls_\d)", (f"{target}.{{1}}.gamma",)),
-        Rule(rf"{block}/(\w+)/(?:kernel|scale)", (f"{target}.{{1}}.weight",)),
-        Rule(rf"{block}/(\w+)/bias", (f"{target}.{{1}}.bias",)),
-        Rule(rf"{block}/(\w+)/(\w+)/kernel", (f"{target}.{{1}}.{{2}}.weight",)),
-        Rule(rf"{block}/(\w+)/(\w+)/bias", (f"{target}.{{1}}.{{2}}.bias",)),
-        Rule(rf"params/{path}/(\w+)/(?:kernel|scale)", (f"{prefix}{{0}}.weight",)),
-        Rule(rf"params/{path}/(\w+)/bias", (f"{prefix}{{0}}.bias",)),
+        Rule(rf"params/{block}/attn/in_proj/kernel", (f"{target}.attn.in_proj_weight",)),
+        Rule(rf"params/{block}/attn/in_proj/bias", (f"{target}.attn.in_proj_bias",)),
+        Rule(rf"params/{block}/(ls_\d)", (f"{target}.{{1}}.gamma",)),
+        *module_rules(rf"{block}/(\w+)", f"{target}.{{1}}"),
+        *module_rules(rf"{block}/(\w+)/(\w+)", f"{target}.{{1}}.{{2}}"),
+        *module_rules(rf"{path}/(\w+)", f"{prefix}{{0}}"),
         Rule(rf"params/{path}/(\w+)", (f"{prefix}{{0}}",)),
     )
 

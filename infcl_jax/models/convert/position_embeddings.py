@@ -8,21 +8,12 @@ import numpy as np
 from jaxtyping import Float
 
 from infcl_jax.models.config import CLIPConfig
-from infcl_jax.models.resnet import ResNetConfig
-
-REDUCTION = 32  # pixels per position of the ResNet's last stage
 
 
 def resize_positions(
     path: str, embeddings: np.ndarray, config: CLIPConfig, shape: tuple[int, ...]
 ) -> Float[np.ndarray, "positions width"]:
-    """Resize the position embeddings of a tower.
-
-    Args:
-      path: path of the parameter.
-      embeddings: its value in the model of `config`.
-      config: configuration before the change of sizes.
-      shape: shape to return.
+    """Resize the position embeddings of the model of `config` at the path of a parameter.
 
     Raises:
       ValueError: the parameter is no table of position embeddings, or another axis changes.
@@ -34,25 +25,17 @@ def resize_positions(
         )
     if path.startswith("params/text/"):
         return resize_sequence(embeddings, shape[0])
-    vision = config.vision
-    patch = REDUCTION if isinstance(vision, ResNetConfig) else vision.patch_size
-    return resize_grid(embeddings, shape[0], prefix=len(embeddings) - (vision.image_size // patch) ** 2)
+    patches = (config.vision.image_size // config.vision.patch_size) ** 2
+    return resize_grid(embeddings, shape[0], prefix=len(embeddings) - patches)
 
 
 def resize_grid(
     embeddings: Float[np.ndarray, "positions width"], positions: int, prefix: int
 ) -> Float[np.ndarray, "{positions} width"]:
-    """Resize the position embeddings of square images.
+    """Resize the position embeddings of square images, as in OpenCLIP.
 
-    Args:
-      embeddings: [prefix + n^2, width], floating; those of prefix tokens, such as the class token, then of the patches
-        in row-major order.
-      positions: number of positions to return, prefix tokens included.
-      prefix: number of prefix tokens, whose embeddings are kept.
-
-    Returns:
-      [positions, width] in the dtype of `embeddings`, by bicubic interpolation (Keys, a = -1/2) with antialiasing in
-      float32, as in OpenCLIP.
+    Those of prefix tokens, such as the class token, are kept. Those of the patches, in row-major order, are resized by
+    bicubic interpolation (Keys, a = -1/2) with antialiasing in float32.
 
     Raises:
       ValueError: the patches do not form a square.
@@ -73,16 +56,7 @@ def resize_grid(
 def resize_sequence(
     embeddings: Float[np.ndarray, "old width"], positions: int
 ) -> Float[np.ndarray, "{positions} width"]:
-    """Resize the position embeddings of texts.
-
-    Args:
-      embeddings: [n, width], floating.
-      positions: number of positions to return.
-
-    Returns:
-      [positions, width] in the dtype of `embeddings`, by linear interpolation without antialiasing in float32, as in
-      OpenCLIP.
-    """
+    """Resize the position embeddings of texts, by linear interpolation in float32, as in OpenCLIP."""
     old = jnp.asarray(embeddings).astype(jnp.float32)
     resized = jax.image.resize(old, (positions, old.shape[1]), "linear", antialias=False)
     return np.asarray(resized).astype(embeddings.dtype)

@@ -34,11 +34,10 @@ def summary(
       source: file or folder of the tensors.
       format: library that defines the names of the tensors, such as "open_clip".
       tensors: number of tensors, each matched to a parameter.
-      parameters: number of parameters and running statistics of the model, each matched to tensors of its shape.
+      parameters: number of parameters and running statistics, each matched to tensors of its shape.
       unused: tensors without a parameter, such as masks.
       resized: position embeddings that were resized.
-      equal: whether the variables, converted back, equal the tensors bit for bit. Resized embeddings are left out, and
-        tensors are cast before.
+      equal: whether the variables but the resized ones, converted back, equal the tensors, cast before, bit for bit.
     """
     text = f"{source} ({format}): {tensors} tensors match {parameters} parameters"
     for label, names in (("unused", sorted(unused)), ("resized", list(resized))):
@@ -48,56 +47,30 @@ def summary(
 
 
 def difference_from_reference(source: Source, model: CLIP, variables: Any) -> str:
-    """Say how much the features differ from those of the format's own library, on fixed inputs.
-
-    Args:
-      source: files of the model.
-      model: the converted model.
-      variables: its variables.
+    """Say how much the features of a converted model differ from those of the format's own library, on fixed inputs.
 
     Returns:
-      The end of a `summary`. Empty without the library, or if the library cannot load the files, which is logged.
+      The end of a `summary`. Empty without the library and PyTorch, or if the library cannot load the files, which is
+      logged.
     """
+    library = {"open_clip": "open_clip", "hf": "transformers"}[source.format]
     try:
-        reference = installed_reference(source.format)
-        if reference is None:
+        if any(importlib.util.find_spec(name) is None for name in ("torch", library)):
             return ""
+        version = importlib.import_module(library).__version__
         image, text = fixed_inputs(config_of(model))
-        expected = reference_features(source.format, source.weights.parent, image, text)
+        expected = _reference_features(source.format, source.weights.parent, image, text)
     except Exception as error:  # of another library, whose versions differ in what they load
         _logger.warning("no features to compare with: %r", error)
         return ""
     encode = (model.encode_image, image), (model.encode_text, text)
     features = [jax.jit(functools.partial(model.apply, method=method))(variables, x) for method, x in encode]
     difference = max(float(np.abs(np.float32(a) - b).max()) for a, b in zip(features, expected, strict=True))
-    return f"; features differ from {reference} by at most {difference:.1e}"
+    return f"; features differ from {library} {version} by at most {difference:.1e}"
 
 
-def installed_reference(format: str) -> str | None:
-    """Return the installed library of a format with its version, or None.
-
-    PyTorch must be installed too.
-    """
-    library = {"open_clip": "open_clip", "hf": "transformers"}[format]
-    if any(importlib.util.find_spec(name) is None for name in ("torch", library)):
-        return None
-    return f"{library} {importlib.import_module(library).__version__}"
-
-
-def reference_features(format: str, folder: Path, image: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute normalized features with the library of a format.
-
-    It runs in float32 on the CPU.
-
-    Args:
-      format: "open_clip" or "hf".
-      folder: folder of the model.
-      image: float32 [b, h, w, 3], normalized by mean and standard deviation.
-      text: int32 [b, t].
-
-    Returns:
-      Image and text features, float32 [b, embed_dim].
-    """
+def _reference_features(format: str, folder: Path, image: np.ndarray, text: np.ndarray) -> list[np.ndarray]:
+    """Compute normalized image and text features with the library of a format, in float32 on the CPU."""
     import torch
 
     pixels, ids = torch.from_numpy(image.transpose(0, 3, 1, 2).copy()), torch.from_numpy(text.astype(np.int64))
@@ -115,18 +88,11 @@ def reference_features(format: str, folder: Path, image: np.ndarray, text: np.nd
         features = [encode(argument) for encode, argument in encoders]
     # transformers returns the features as the pooled output since version 5.
     vectors = [getattr(array, "pooler_output", array) for array in features]
-    image_features, text_features = (torch.nn.functional.normalize(array.float(), dim=-1).numpy() for array in vectors)
-    return image_features, text_features
+    return [torch.nn.functional.normalize(array.float(), dim=-1).numpy() for array in vectors]
 
 
 def fixed_inputs(config: CLIPConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return two random images and texts.
-
-    Each text ends with its end token.
-
-    Returns:
-      float32 [2, h, w, 3], as if normalized; int32 [2, t].
-    """
+    """Return two random images, float32 as if normalized, and two random texts that end with their end token."""
     rng = np.random.default_rng(0)
     image = rng.standard_normal((2, config.vision.image_size, config.vision.image_size, 3), np.float32)
     end_token = getattr(config.text, "end_token", None)

@@ -45,11 +45,7 @@ class Source(NamedTuple):
     find: Finder
 
     def tensors(self) -> Tensors:
-        """Read the tensors.
-
-        Raises:
-          ValueError: the file is damaged.
-        """
+        """Read the tensors; a damaged file raises `ValueError`."""
         return read_tensors(self.weights)
 
 
@@ -57,9 +53,8 @@ def open_source(path: str | Path) -> Source:
     """Find the configuration and the weights of a pretrained model.
 
     Args:
-      path: a folder, a file of weights, `hf-hub:OWNER/NAME[@REVISION]`, whose files are downloaded to the cache of
-        `huggingface_hub`, or a model of OpenCLIP with its tag, as `ViT-B-32:laion2b_s34b_b79k`. The folder of a file
-        has its configuration. Without one, the names are OpenCLIP's.
+      path: see `infcl_jax.models.load_pretrained`. The folder of a file has its configuration; without one, the names
+        are OpenCLIP's.
 
     Raises:
       FileNotFoundError: no such folder, file or Hub repository, or a file is missing.
@@ -118,14 +113,10 @@ def _local_finder(path: Path) -> Finder:
 
 
 def hub_finder(repository: str, revision: str | None = None) -> Finder:
-    """Return a function that downloads the first file of a Hub repository that exists.
+    """Return a function that downloads the first file of a Hub repository OWNER/NAME that exists.
 
     A file that cannot be fetched is no file that the repository lacks. It is passed over for another name, and without
     one it is an error.
-
-    Args:
-      repository: OWNER/NAME.
-      revision: branch, tag or commit; None for the main branch.
 
     Raises:
       ImportError: `huggingface_hub` is not installed (extra "hub").
@@ -187,20 +178,14 @@ def _unreachable(path: str, names: Collection[str]) -> str:
 
 @functools.cache
 def pretrained_tags() -> Mapping[str, Mapping[str, str]]:
-    """Return the Hub repository of each tag of each model of OpenCLIP.
-
-    Examples:
-      >>> pretrained_tags()["ViT-B-32"]["laion2b_s34b_b79k"]
-      'laion/CLIP-ViT-B-32-laion2B-s34B-b79K'
-    """
+    """Return the Hub repository of each pretrained tag of each model of OpenCLIP."""
     return read_json(_TAGS)
 
 
 def hub_repository(spec: str) -> str | None:
-    """Return the Hub repository of a model with a tag, such as "ViT-B-32:laion2b_s34b_b79k".
+    """Return the Hub repository of a model with a tag, such as "ViT-B-32:laion2b_s34b_b79k", else None.
 
-    The result is None for what is no model with a tag, such as a path. A slash separates them too, unless it is the
-    path of a file.
+    A slash separates them too, unless it is the path of a file.
 
     Raises:
       ValueError: the model has no such tag; the message lists its tags.

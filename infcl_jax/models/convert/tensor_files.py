@@ -33,13 +33,9 @@ _SHOWN = 100  # characters of a name in an error
 
 
 def read_tensors(path: Path) -> Tensors:
-    """Read the tensors of a file.
+    """Read the tensors of a `.safetensors` file, the `.index.json` of a sharded one, or a PyTorch checkpoint.
 
-    Args:
-      path: a `.safetensors` file, the `.index.json` of a sharded one, or a PyTorch checkpoint (`.bin`, `.pt`, `.pth`).
-
-    Returns:
-      Arrays by name. Those of safetensors are read-only and memory-mapped, so they are read when they are used.
+    Arrays of safetensors are read-only and memory-mapped, so they are read when they are used.
 
     Raises:
       ValueError: the file is damaged or of another kind.
@@ -62,13 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read the index of a sharded file of tensors.
-
-    Args:
-      path: an `.index.json`.
-
-    Returns:
-      Names of the shards, files in the folder of the index, by names of their tensors.
+    """Read the index of a sharded file: the names of shards in its folder by names of their tensors.
 
     Raises:
       ValueError: the file is no index, or a shard is outside of its folder.

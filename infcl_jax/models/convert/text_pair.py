@@ -1,7 +1,6 @@
 """Encoders of queries and passages as BERTs of transformers and Sentence Transformers."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import numpy as np
 
 from infcl_jax.models.config import BertConfig
 from infcl_jax.models.convert import hugging_face
+from infcl_jax.models.convert.api import check_export, write_model
 from infcl_jax.models.convert.bert import read_config, weight_map
 from infcl_jax.models.convert.reference import summary
-from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
+from infcl_jax.models.convert.tensor_files import read_tensors
 from infcl_jax.models.convert.weight_map import flat_shapes, to_tensors, to_variables
 from infcl_jax.models.text_pair import TextPairConfig, towers_of
 
@@ -24,12 +24,7 @@ _MODULES = "sentence_transformers.models"
 
 
 def check_architecture(model: TextPairConfig, theirs: BertConfig, source: str) -> None:
-    """Check that a BERT has the architecture of a dual encoder.
-
-    Args:
-      model: configuration of the dual encoder.
-      theirs: configuration of the BERT.
-      source: origin of the BERT, for the error.
+    """Check that a BERT from `source` has the architecture of a dual encoder.
 
     Raises:
       ValueError: fields differ; it lists all of them as overrides.
@@ -55,13 +50,13 @@ def check_architecture(model: TextPairConfig, theirs: BertConfig, source: str) -
 
 
 def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, lengths: Mapping[str, int]) -> str:
-    """Write both encoders, without their tokenizers.
+    """Write both encoders, without their tokenizers, to a folder that is created if missing.
 
     The folder has a BERT for `transformers.AutoModel.from_pretrained` in each of `query_encoder` and `passage_encoder`.
     Sentence Transformers reads pool and normalization there too, except for the pool "pooler".
 
     Args:
-      path: folder, created if missing.
+      path: the folder.
       model: configuration of the model.
       variables: its variables.
       lengths: tokens of a query and of a passage.
@@ -76,19 +71,12 @@ def save_text_pair(path: str | Path, model: TextPairConfig, variables: Any, leng
     params, parameters, names = variables["params"], 0, 0
     for name, subtree in towers_of(params).items():
         folder = Path(path) / ENCODER_FOLDERS[name]
-        folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"params/text/{k}": np.asarray(x) for k, x in flat_shapes(jax.device_get(params[subtree])).items()}
-        weights = weight_map(model.text, arrays, ())
-        for file, value in ({hugging_face.CONFIG_FILE: content} | _sentence_transformers(model, lengths[name])).items():
-            (folder / file).parent.mkdir(exist_ok=True)
-            (folder / file).write_text(json.dumps(value, indent=2) + "\n")
-        write_tensors(folder / hugging_face.WEIGHT_FILES[0], to_tensors(weights, arrays))
-        tensors = read_tensors(folder / hugging_face.WEIGHT_FILES[0])
-        back = flat_shapes(to_variables(weights, tensors, arrays, folder))
-        if any(array.tobytes() != back[k].tobytes() for k, array in arrays.items()):
-            raise ValueError(
-                f"expected the export in {folder} to hold the variables in {model.param_dtype}, got others"
-            )
+        weights, file = weight_map(model.text, arrays, ()), hugging_face.WEIGHT_FILES[0]
+        files = {hugging_face.CONFIG_FILE: content} | _sentence_transformers(model, lengths[name])
+        write_model(folder, files, file, to_tensors(weights, arrays))
+        tensors = read_tensors(folder / file)
+        check_export(folder, arrays, to_variables(weights, tensors, arrays, folder), model.param_dtype)
         parameters, names = parameters + len(arrays), names + len(tensors)
     return summary(str(path), "hf", names, parameters)
 
@@ -109,14 +97,9 @@ def _bert_config(model: TextPairConfig) -> dict[str, Any]:
     content = {
         "architectures": [{"bert": "BertModel", "roberta": "RobertaModel"}[kind]],
         "model_type": kind,
-        "hidden_size": text.width,
-        "num_hidden_layers": text.layers,
-        "num_attention_heads": text.heads,
-        "intermediate_size": int(text.width * text.mlp_ratio),
-        "hidden_act": text.activation or model.activation,
+        **hugging_face.exported_tower(text, model.activation),
         "hidden_dropout_prob": text.dropout,
         "attention_probs_dropout_prob": text.dropout,
-        "layer_norm_eps": text.norm_epsilon,
         "vocab_size": text.vocab_size,
         "max_position_embeddings": text.max_positions,
         "type_vocab_size": text.token_types,

@@ -36,17 +36,11 @@ _DAMAGE = (ValueError, zipfile.BadZipFile, zlib.error, struct.error, RuntimeErro
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors that `torch.save` wrote.
+    """Read the state dict in a zip file of `torch.save`, which may be an item `state_dict` or `model` of a dictionary.
 
     Only tensors, containers and numbers are unpickled: any other class of the file is an error, so no code of the file
     runs. A prefix "module." of all names, which distributed training adds, is removed. Members are stored, as
     `torch.save` does, so that the tensors take no more memory than the file.
-
-    Args:
-      path: zip file of `torch.save`: a state dict, or a dictionary with one as `state_dict` or `model`.
-
-    Returns:
-      Arrays by name.
 
     Raises:
       ValueError: the file has another format, holds objects of other classes, or is damaged.

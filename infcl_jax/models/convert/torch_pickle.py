@@ -55,10 +55,7 @@ class _Class(NamedTuple):
 
 
 def load_pickle(data: bytes) -> Any:
-    """Interpret the pickle of a checkpoint.
-
-    Args:
-      data: `data.pkl` of `torch.save`.
+    """Interpret `data.pkl` of `torch.save`.
 
     Returns:
       Dictionaries, lists (also for sets), tuples, strings, bytes and numbers, with `StridedTensor` for tensors.

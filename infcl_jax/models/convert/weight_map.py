@@ -34,6 +34,15 @@ class Rule(NamedTuple):
     shares: tuple[int, ...] | None = None
 
 
+def module_rules(path: str, *names: str, shares: tuple[int, ...] | None = None) -> tuple[Rule, Rule]:
+    """Return the rules of weight and bias of a convolution, dense layer or LayerNorm below "params"."""
+    weights, biases = (tuple(f"{name}.{leaf}" for name in names) for leaf in ("weight", "bias"))
+    return (
+        Rule(rf"params/{path}/(?:kernel|scale)", weights, shares=shares),
+        Rule(rf"params/{path}/bias", biases, shares=shares),
+    )
+
+
 class Entry(NamedTuple):
     """A parameter and its tensors, see `Rule`."""
 
@@ -60,6 +69,10 @@ class WeightMap(NamedTuple):
         """Return the names of the tensors with a parameter."""
         return {name for entry in self.entries for name in entry.names}
 
+    def without(self, paths: Collection[str]) -> "WeightMap":
+        """Return the mapping of the parameters alone that are not in `paths`."""
+        return WeightMap(tuple(entry for entry in self.entries if entry.path not in paths), self.unused, {})
+
 
 def flat_shapes(variables: Any) -> dict[str, Any]:
     """Map the paths of variables, such as "params/visual/proj/kernel", to their leaves."""
@@ -67,11 +80,7 @@ def flat_shapes(variables: Any) -> dict[str, Any]:
 
 
 def match_rules(rules: Sequence[Rule], shapes: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Apply the first matching rule to each path.
-
-    Args:
-      rules: ordered rules.
-      shapes: arrays or shapes by path, see `flat_shapes`.
+    """Apply the first matching rule to each path of `shapes`.
 
     Raises:
       ValueError: a path matches no rule; the format has no such parameter.
@@ -92,19 +101,10 @@ def match_rules(rules: Sequence[Rule], shapes: Mapping[str, Any]) -> tuple[Entry
 
 
 def to_variables(weights: WeightMap, tensors: Tensors, shapes: Mapping[str, Any], source: Any) -> dict[str, Any]:
-    """Convert tensors to variables.
-
-    Args:
-      weights: mapping of the model.
-      tensors: tensors by name.
-      shapes: shape of each variable by path.
-      source: file or folder, for error messages.
-
-    Returns:
-      Variables of the model as NumPy arrays, in the tensors' dtypes.
+    """Convert tensors to variables, NumPy arrays in the tensors' dtypes.
 
     Raises:
-      ValueError: a tensor is missing, has no parameter or another shape; the message lists the first few.
+      ValueError: a tensor is missing, has no parameter or another shape; the message has `source` and the first few.
     """
     known = weights.names()
     missing = sorted(known - tensors.keys())
@@ -126,15 +126,7 @@ def to_variables(weights: WeightMap, tensors: Tensors, shapes: Mapping[str, Any]
 
 
 def to_tensors(weights: WeightMap, arrays: Mapping[str, np.ndarray]) -> Tensors:
-    """Convert variables to tensors, the inverse of `to_variables`.
-
-    Args:
-      weights: mapping of the model.
-      arrays: variables of the model by path.
-
-    Returns:
-      NumPy arrays by name, with the buffers of the format.
-    """
+    """Convert variables by path to tensors with the buffers of the format, the inverse of `to_variables`."""
     tensors: Tensors = dict(weights.buffers)
     for entry in weights.entries:
         array, (_, to_torch) = arrays[entry.path], _LAYOUTS[entry.layout]

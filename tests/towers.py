@@ -29,6 +29,12 @@ def text_tower(params, chunk, rng):
     return mlp(params["text"], chunk, rng)
 
 
+def random_variables(module, *inputs, scale=0.2):
+    """Random values for every variable of a module, constants included; faster than compiling `init`."""
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs))
+    return jax.tree.map(lambda s: jnp.asarray(scale * rng.standard_normal(s.shape, np.float32)), shapes)
+
+
 SEPARATE = {"image": image_tower, "text": text_tower}
 TOWERS = {"separate": SEPARATE, "tied": {"image": image_tower, "text": image_tower}}
 

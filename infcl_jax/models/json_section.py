@@ -19,12 +19,7 @@ class Section:
     """Fields of one JSON object; errors name the field."""
 
     def __init__(self, name: str, values: Any, known: Collection[str] | None = None) -> None:
-        """Check the names of the fields.
-
-        Args:
-          name: path of the object in its file; "" for the whole content.
-          values: the JSON object.
-          known: names of all fields; None: any.
+        """Check that the object at a path of a file, "" for the whole file, has `known` fields only; None: any.
 
         Raises:
           ValueError: `values` is no object, or has an unknown field.

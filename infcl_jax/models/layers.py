@@ -47,12 +47,7 @@ take_positions.defvjp(lambda states, position: (take_positions(states, position)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last axis with float32 statistics, see `normalize`; parameters `scale` and `bias`.
-
-    Attributes:
-      config: dtypes and epsilon.
-      dtype: dtype of the result; None for the compute dtype.
-    """
+    """LayerNorm over the last axis to `dtype`, by default the compute dtype; parameters `scale` and `bias`."""
 
     config: TransformerConfig
     dtype: Any = None
@@ -76,14 +71,9 @@ class LayerNorm(nn.Module):
 
 
 class Dense(nn.Module):
-    """Dense layer with normal initial weights; the caller selects how its bias is added.
+    """Dense layer with normal initial weights of standard deviation `std`; the caller selects how its bias is added.
 
     Parameters: `kernel` [inputs, features] and `bias` [features].
-
-    Attributes:
-      config: dtypes.
-      features: size of the last axis of the result.
-      std: standard deviation of the initial weights.
     """
 
     config: TransformerConfig
@@ -107,10 +97,9 @@ class Dense(nn.Module):
     def without_bias_gradient(
         self, x: Float[Array, "*batch inputs"]
     ) -> tuple[Float[Array, "*batch {self.features}"], Float[Array, "{self.features}"]]:
-        """Return `x @ kernel + bias` and the bias.
+        """Return `x @ kernel + bias` in the compute dtype, and the bias.
 
-        Maps [..., inputs] to [..., features] in `dtype`. The bias is added under `stop_gradient`, so the
-        caller must route its gradient, see `route_gradient`.
+        The bias is added under `stop_gradient`, so the caller must route its gradient, see `route_gradient`.
         """
         kernel, bias = self.weights(x.shape[-1])
         return checkpointed_affine(x.astype(self.config.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias

@@ -105,9 +105,7 @@ class BatchNorm(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention pool with the mean over positions as the only query.
-
-    Source: Radford et al. 2021, section 2.4.
+    """Attention pool with the mean over positions as the only query (Radford et al. 2021, section 2.4).
 
     Parameters: `positional_embedding` [1 + positions, c], `q_proj`, `k_proj`, `v_proj`, `c_proj`.
     """
@@ -138,10 +136,7 @@ class AttentionPool(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Bottleneck of 1x1, 3x3 and 1x1 convolutions (He et al. 2016).
-
-    Average pooling replaces strides.
-    """
+    """Bottleneck of 1x1, 3x3 and 1x1 convolutions (He et al. 2016); average pooling replaces strides."""
 
     planes: int
     stride: int
@@ -206,7 +201,7 @@ class ResNet(nn.Module):
         conv, norm = _conv_and_norm(self.dtype, self.param_dtype)
         width, x = self.config.width, image.astype(self.dtype)
         for number, (channels, stride) in enumerate(((width // 2, 2), (width // 2, 1), (width, 1)), start=1):
-            x = conv(channels, (3, 3), strides=stride, name=f"conv{number}")(x)
+            x = conv(channels, (3, 3), strides=stride, padding=1, name=f"conv{number}")(x)
             x = nn.relu(norm(name=f"bn{number}")(x, train=train)).astype(self.dtype)
         x = _average_pool(x, 2)
         for stage, blocks in enumerate(self.config.layers):
@@ -219,25 +214,9 @@ class ResNet(nn.Module):
 
 
 def _conv_and_norm(dtype: str, param_dtype: str) -> tuple[Any, Any]:
-    """Return constructors of convolutions and batch norms.
-
-    Convolutions have no bias and are padded by half the kernel size on each side.
-    """
-
-    def conv(features: int, kernel: tuple[int, int], strides: int = 1, name: str | None = None) -> nn.Conv:
-        return nn.Conv(
-            features,
-            kernel,
-            strides,
-            padding=kernel[0] // 2,
-            use_bias=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=_CONV_INIT,
-            name=name,
-        )
-
-    return conv, functools.partial(BatchNorm, param_dtype)
+    """Return constructors of convolutions without bias and of batch norms."""
+    options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "kernel_init": _CONV_INIT}
+    return functools.partial(nn.Conv, **options), functools.partial(BatchNorm, param_dtype)
 
 
 def _average_pool(x: Float[Array, "b h w c"], size: int) -> Float[Array, "b _ _ c"]:

@@ -139,14 +139,9 @@ class TextPair(nn.Module):
         return TextPairOutput(*features, *self.logit_scale_and_bias())
 
     def encode_query(self, ids: Integer[Array, "b t"], *, train: bool = False) -> Float[Array, "b embed_dim"]:
-        """Encode a batch of queries.
+        """Encode token ids [b, t] of queries to [b, embed_dim] in `feature_dtype`; t is at most the context length.
 
-        Args:
-          ids: integer [b, t] token ids, t at most the context length.
-          train: whether dropout is on; it needs the "dropout" rng.
-
-        Returns:
-          [b, embed_dim] in `feature_dtype`.
+        `train` turns dropout on, which needs the "dropout" rng unless the rate is 0.
         """
         return self._features(self.text or self.query, ids, train)
 

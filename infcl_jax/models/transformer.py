@@ -27,16 +27,11 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention (Vaswani et al. 2017, section 3.2.2).
 
     Parameters: `in_proj` {kernel [width, 3 width], bias}, whose columns are query, key, value, each ordered by head;
-    `out_proj` {kernel [width, width], bias}.
+    `out_proj` {kernel [width, width], bias}. The last `padding` of all `positions` are masked as keys.
 
     Two biases need no pass over activations. The softmax is invariant to the key bias, which shifts all scores of a
     query equally, so that bias is not used and gets no gradient. The softmax weights sum to 1, so the value bias passes
     through the attention unchanged. It is therefore multiplied with `out_proj` and added to the output bias.
-
-    Attributes:
-      config: transformer configuration.
-      positions: sequence length t, padding included.
-      padding: number of trailing positions that are masked as keys.
     """
 
     config: TransformerConfig
@@ -110,9 +105,7 @@ class Mlp(nn.Module):
     def __call__(self, x: Float[Array, "*batch width"]) -> tuple[Float[Array, "*batch width"], Float[Array, "width"]]:
         """Apply the MLP to [..., width] in the compute dtype.
 
-        Returns:
-          [..., width] in the compute dtype; and the bias [width] of `c_proj`, added to it under `stop_gradient`, whose
-          gradient the caller must route, see `route_gradient`.
+        The bias [width] of `c_proj`, also returned, is added under `stop_gradient`, see `Dense.without_bias_gradient`.
         """
         c = self.config
         hidden = Dense(c, int(c.width * c.mlp_ratio), c.mlp_std, name="c_fc").activated(x, c.activation)
@@ -123,12 +116,7 @@ class TransformerBlock(nn.Module):
     """One pre-LayerNorm block: `x + attention(LN(x))`, then `x + MLP(LN(x))`.
 
     Parameters: `ln_1`, `attn`, `ln_2`, `mlp`; with layer scale `ls_1` and `ls_2` [width], the factors of the outputs of
-    attention and MLP.
-
-    Attributes:
-      config: transformer configuration.
-      positions: sequence length t, padding included.
-      padding: number of trailing positions that are masked as keys.
+    attention and MLP. The last `padding` of all `positions` are masked as keys.
     """
 
     config: TransformerConfig

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -115,26 +114,6 @@ def mlp_cached(residency, devices, kept=None):
 def test_kept_activations_change_nothing(residency, devices, kept):
     """Full chunks and a smaller last one."""
     assert_equal(mlp_cached(residency, devices), mlp_cached(residency, devices, kept), 1e-6)
-
-
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_twenty_optimizer_steps(residency):
-    tx, batch = optax.sgd(0.1, momentum=0.9), mlp_batch(32)
-    update = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
-
-    def train(f):
-        params, losses = mlp_params(), []
-        state = tx.init(params)
-        for step in range(20):
-            loss, grads = f(params, batch, jax.random.fold_in(RNG, step))
-            losses.append(float(loss))
-            updates, state = update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, losses
-
-    params, losses = train(cached(SEPARATE, contrastive, residency, chunk_size=16))
-    assert losses[-1] < 0.8 * losses[0]
-    assert_equal(params, train(direct(SEPARATE, contrastive, 16))[0], 1e-5)
 
 
 def test_residencies_of_one_batch_agree_with_replay():
@@ -248,8 +227,7 @@ def test_frozen_teacher_in_a_second_loss(residency):
     assert_equal(got, direct(towers, loss, 8, 2)(params, batch, None))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("residency", ["device", "host"])
+@pytest.mark.parametrize(("residency", "devices"), [("device", 2), ("host", 1)])
 def test_frozen_parameters(residency, devices):
     """The first layer of the image tower is frozen; the other gradients stay the same."""
     whole, batch, sharding = mlp_params(), mlp_batch(32), batch_sharding(devices)

@@ -112,8 +112,8 @@ def test_the_export_holds_the_same_tensors(converted, tmp_path):
     assert checked.endswith("converted back they are equal")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_resnet_in_half_precision_keeps_it_with_running_statistics_in_float32(dtype, tmp_path):
+def test_a_resnet_in_half_precision_keeps_it_with_running_statistics_in_float32(tmp_path):
+    dtype = "float16"
     write_folder(tmp_path, "open_clip_resnet")
     model, cast = load_pretrained(tmp_path, param_dtype=dtype, compare_features=False)
     save_pretrained(tmp_path / "saved", model, cast, compare_features=False)

@@ -74,8 +74,8 @@ def test_other_sizes_resize_the_position_embeddings_only(saved):
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtypes_are_kept_or_cast_as_asked(saved, folder, dtype):
+def test_dtypes_are_kept_or_cast_as_asked(saved, folder):
+    dtype = "bfloat16"
     _, cast = load(folder, param_dtype=dtype)
     save_pretrained(folder, create_model("tiny", **OVERRIDES, param_dtype=dtype), cast, compare_features=False)
     model, kept = load(folder)
@@ -265,15 +265,16 @@ def test_a_model_that_the_format_lacks_is_refused(saved, tmp_path):
         save_pretrained(tmp_path, model, variables, "onnx")
 
 
-@pytest.mark.parametrize("format", ["open_clip", "hf"])
-@pytest.mark.parametrize("resize", [("squash", "bilinear"), ("shortest", "bilinear"), ("squash", "bicubic")])
-def test_a_loaded_model_is_saved_with_its_resize(saved, tmp_path, format, resize):
-    mode, interpolation = resize
+@pytest.mark.parametrize(
+    ("format", "mode", "interpolation"),
+    [("open_clip", "squash", "bilinear"), ("hf", "squash", "bicubic"), ("hf", "shortest", "bilinear")],
+)
+def test_a_loaded_model_is_saved_with_its_resize(saved, tmp_path, format, mode, interpolation):
     model = saved[1].clone(resize_mode=mode, interpolation=interpolation)
     save_pretrained(tmp_path / "before", model, saved[2], format, compare_features=False)
     save_pretrained(tmp_path / "after", *load(tmp_path / "before"), format, compare_features=False)
     loaded, _ = load(tmp_path / "after")
-    assert (loaded.resize_mode, loaded.interpolation) == resize and config_of(loaded).resize_mode == mode
+    assert (loaded.resize_mode, loaded.interpolation) == (mode, interpolation) and config_of(loaded).resize_mode == mode
     for file in ("open_clip_config.json", "preprocessor_config.json"):
         if (tmp_path / "before" / file).is_file():
             assert (tmp_path / "before" / file).read_text() == (tmp_path / "after" / file).read_text()
@@ -293,7 +294,6 @@ OPENAI = {name: np.array(7, np.int64) for name in ("input_resolution", "context_
     [
         ("weights", OPENAI, "gelu", "it has the tensors input_resolution, context_length, vocab_size of OpenAI"),
         ("weights", OPENAI, "quick_gelu", None),
-        ("weights", {"vocab_size": OPENAI["vocab_size"]}, "gelu", None),
         ("rn50-quickgelu-yfcc15m-455df137", {}, "gelu", "its name says so"),
         ("vit_b_32.openai", {}, "gelu", "its name says so"),
         ("vit_b_32.openai", {}, "quick_gelu", None),

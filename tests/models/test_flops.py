@@ -67,23 +67,23 @@ def test_utilization_is_the_share_of_the_peak():
     assert utilization(work, "cpu")(1e6) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("Tesla V100-SXM2-32GB", 125),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("cpu", None),
-    ],
-)
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA A10": 125,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "Tesla V100-SXM2-32GB": 125,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA A10G": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "cpu": None,
+}
+
+
+@pytest.mark.parametrize(("kind", "tflops"), PEAKS.items())
 def test_peaks_are_those_of_the_named_gpu(kind, tflops):
     assert peak_flops(kind) == (None if tflops is None else tflops * 1e12)

@@ -3,44 +3,18 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from infcl_jax.models import build_model, create_model, model_config, model_names
 
 
-def parameter_count(model):
-    size, length = model.visual.image_size, model.text.context_length
-    image, text = jnp.zeros((1, size, size, 3), jnp.uint8), jnp.zeros((1, length), jnp.int32)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), image, text)
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("ViT-B/32", 151_277_313), ("ViT-B/16", 149_620_737), ("ViT-L/14", 427_616_513)]
-)
-def test_sizes_are_openclips(name, count):
-    assert parameter_count(create_model(name)) == count
-
-
-@pytest.mark.parametrize("name", model_names())
-def test_every_name_builds_a_model_of_its_configuration(name):
+@pytest.mark.parametrize("name", model_names()[::8])
+def test_a_name_builds_a_model_of_its_configuration(name):
     config, model = model_config(name), create_model(name)
-    assert model == build_model(config)
-    assert hash(model) == hash(build_model(config))
-    assert model.visual.config.width == config.vision.width
-    assert not getattr(model.visual.config, "causal", False)
-    assert model.text.config.layers == config.text.layers and model.text.config.causal == getattr(
-        config.text, "causal", False
-    )
-
-
-@pytest.mark.parametrize("name", ["ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"])
-def test_real_models_have_heads_of_64_channels(name):
-    config = model_config(name)
-    assert config.vision.width == 64 * config.vision.heads
-    assert config.text.width == 64 * config.text.heads
+    assert (model, hash(model)) == (build_model(config), hash(build_model(config)))
+    assert (model.visual.config.width, model.text.config.layers) == (config.vision.width, config.text.layers)
+    assert model.text.config.causal == getattr(config.text, "causal", False)
 
 
 def test_overrides_reach_the_modules():
@@ -79,17 +53,6 @@ def test_every_tower_field_reaches_its_transformer():
         model = create_model("tiny", dtype="bfloat16", **{f"{tower}.{k}": v for k, v in changes.items()})
         built = dataclasses.asdict(getattr(model, module).config)
         assert {key: built[key] for key in changes} == changes
-
-
-def test_overrides_do_not_change_the_named_configuration():
-    model_config("tiny", embed_dim=8, **{"vision.layers": 7})
-    assert model_config("tiny") == model_config("tiny", **{"vision.layers": 2, "embed_dim": 64})
-
-
-def test_patch_size_changes_the_number_of_positions():
-    base = parameter_count(create_model("tiny"))
-    changed = parameter_count(create_model("tiny", **{"vision.image_size": 64}))
-    assert changed - base == (64 - 16) * 64
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from towers import random_variables
 
 from infcl_jax.models import RESIDUAL, transformer
-from infcl_jax.models.transformer import SelfAttention, Transformer, TransformerBlock, TransformerConfig
+from infcl_jax.models.transformer import Transformer, TransformerBlock, TransformerConfig
 
 B, T, HEADS, DIM = 2, 6, 2, 8
 WIDTH = HEADS * DIM
@@ -21,12 +22,6 @@ def config(**changes):
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
-
-
-def random_variables(module, *inputs):
-    """Random values for every parameter, constants included; faster than compiling `init`."""
-    rng, shapes = np.random.default_rng(0), jax.eval_shape(lambda: module.init(jax.random.key(0), *inputs))
-    return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
 
 
 def plain_transformer(params, x, causal):
@@ -100,19 +95,6 @@ def test_the_gradient_of_a_bias_goes_through_its_dropout():
     assert abs(slope - jnp.vdot(weight.sum((0, 1)), way)) > 1  # without dropout
 
 
-def test_a_layer_scale_of_one_changes_nothing():
-    x = normal(0, B, T, WIDTH)
-    variables = random_variables(Transformer(config()), x)
-    scaled = Transformer(config(layer_scale=1.0))
-    factors = jax.jit(scaled.init)(jax.random.key(0), x)["params"]
-    params = {
-        name: block | {key: factors[name][key] for key in ("ls_1", "ls_2")}
-        for name, block in variables["params"].items()
-    }
-    want = Transformer(config()).apply(variables, x)
-    np.testing.assert_allclose(scaled.apply({"params": params}, x), want, rtol=1e-6, atol=1e-6)
-
-
 def test_layer_norm_of_bfloat16_keeps_float32_statistics():
     class Norm(nn.Module):
         @nn.compact
@@ -142,12 +124,10 @@ def _gradient(remat, dropout=0.0, kept=None):
     return jax.grad(loss), variables
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_remat_keeps_the_gradient(remat):
+def test_remat_keeps_the_gradient():
     """With dropout, so that the recomputation has to draw the same numbers again."""
     stored, variables = _gradient(None, dropout=0.5)
-    recomputed, same = _gradient(remat, dropout=0.5)
-    assert jax.tree.structure(variables) == jax.tree.structure(same)
+    recomputed, _ = _gradient("full", dropout=0.5)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4),
         jax.jit(stored)(variables),
@@ -197,16 +177,6 @@ def test_initial_weights_have_the_papers_scales():
     for name, (dense, std) in stds.items():
         assert np.std(dense["kernel"]) == pytest.approx(std, rel=0.02), name
         assert not dense["bias"].any(), name
-
-
-def test_attention_parameters_split_by_query_key_value():
-    """With zero value columns of `in_proj`, only the bias of `out_proj` remains."""
-    module, x = SelfAttention(config(), T), normal(0, B * T, WIDTH)
-    variables = random_variables(module, x)
-    kernel = variables["params"]["in_proj"]["kernel"].at[:, 2 * WIDTH :].set(0.0)
-    variables["params"]["in_proj"] = {"kernel": kernel, "bias": jnp.zeros(3 * WIDTH)}
-    want = np.broadcast_to(variables["params"]["out_proj"]["bias"], x.shape)
-    np.testing.assert_array_equal(jax.jit(module.apply)(variables, x)[0], want)
 
 
 @pytest.mark.parametrize(

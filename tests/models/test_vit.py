@@ -1,14 +1,16 @@
 """The image tower: patches, pooling, patch dropout."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from towers import random_variables
 
 from infcl_jax.models.transformer_config import TransformerConfig
-from infcl_jax.models.vit import PatchEmbedding, VisionTransformer, drop_patches, sin_cos_positions
+from infcl_jax.models.vit import MapPool, PatchEmbedding, VisionTransformer, drop_patches, sin_cos_positions
 
 SIZE, PATCH, WIDTH = 16, 4, 16
 CONFIG = TransformerConfig(width=WIDTH, layers=1, heads=2)
@@ -20,12 +22,6 @@ def tower(**changes):
 
 def images(n=3, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((n, SIZE, SIZE, 3), np.float32))
-
-
-def random_variables(module, *inputs):
-    """Random values for every parameter, constants included; faster than compiling `init`."""
-    rng, shapes = np.random.default_rng(0), jax.eval_shape(module.init, jax.random.key(0), *inputs)
-    return jax.tree.map(lambda s: jnp.asarray(0.2 * rng.standard_normal(s.shape, np.float32)), shapes)
 
 
 @functools.cache
@@ -177,3 +173,40 @@ def test_patch_dropout_without_class_token_keeps_patches():
     given = random_variables(module, images())
     call = functools.partial(module.apply, train=True, rngs={"dropout": jax.random.key(0)})
     assert str(jax.make_jaxpr(call)(given, images())).count(f"f32[{3 * 8},{WIDTH}]") > 0
+
+
+SHAPES = (3, 5, WIDTH), (3, WIDTH)
+
+
+def plain_pool(params, tokens):
+    """timm's order: project, attend, project, then the residual sum with an MLP of the LayerNorm."""
+
+    def dense(x, layer):
+        return x @ layer["kernel"] + layer["bias"]
+
+    def heads(x):
+        return x.reshape(*x.shape[:-1], 2, WIDTH // 2)
+
+    kernels, biases = (jnp.split(params["attn"]["in_proj"][name], 3, axis=-1) for name in ("kernel", "bias"))
+    query = heads(params["probe"] @ kernels[0] + biases[0])
+    key, value = (heads(tokens @ kernel + bias) for kernel, bias in zip(kernels[1:], biases[1:], strict=True))
+    weights = jax.nn.softmax(jnp.einsum("hd,bthd->bht", query, key) / (WIDTH // 2) ** 0.5)
+    x = dense(jnp.einsum("bht,bthd->bhd", weights, value).reshape(-1, WIDTH), params["attn"]["out_proj"])
+    y = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    hidden = dense(y * params["ln"]["scale"] + params["ln"]["bias"], params["mlp"]["c_fc"])
+    return x + dense(jax.nn.gelu(hidden, approximate=False), params["mlp"]["c_proj"])
+
+
+def test_map_pooling_has_values_and_gradients_of_the_formula():
+    tokens, weight = (jnp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32)) for shape in SHAPES)
+    module = MapPool(dataclasses.replace(CONFIG, norm_epsilon=1e-6))
+    params = random_variables(module, tokens, scale=0.3)["params"]
+
+    def value_and_gradients(function):
+        y, pull = jax.vjp(function, params, tokens)
+        return y, *pull(weight)
+
+    with jax.numpy_rank_promotion("allow"):
+        want = value_and_gradients(plain_pool)
+    got = value_and_gradients(lambda params, tokens: module.apply({"params": params}, tokens))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)

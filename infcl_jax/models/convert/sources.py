@@ -93,22 +93,17 @@ def _preprocessor(find: Finder) -> dict[str, Any]:
 
 
 def _finder(path: str) -> Finder:
-    if not path.startswith(HUB_PREFIX):
-        return _local_finder(Path(path))
-    match = re.fullmatch(rf"{HUB_PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", path)
-    if not match:
-        raise ValueError(f"expected {HUB_PREFIX}OWNER/NAME or {HUB_PREFIX}OWNER/NAME@REVISION, got {path!r}")
-    return hub_finder(*match.groups())
-
-
-def _local_finder(path: Path) -> Finder:
-    """Return a function that finds a file by name in a local folder."""
-    if not path.exists():
+    if path.startswith(HUB_PREFIX):
+        match = re.fullmatch(rf"{HUB_PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", path)
+        if not match:
+            raise ValueError(f"expected {HUB_PREFIX}OWNER/NAME or {HUB_PREFIX}OWNER/NAME@REVISION, got {path!r}")
+        return hub_finder(*match.groups())
+    if not Path(path).exists():
         raise FileNotFoundError(
-            f"expected a pretrained model, got {str(path)!r}, which does not exist; give its folder, a file of "
-            f"weights, {HUB_PREFIX}OWNER/NAME or MODEL:TAG of OpenCLIP"
+            f"expected a pretrained model, got {path!r}, which does not exist; give its folder, a file of weights, "
+            f"{HUB_PREFIX}OWNER/NAME or MODEL:TAG of OpenCLIP"
         )
-    folder = path if path.is_dir() else path.parent
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return lambda *names: next((folder / name for name in names if (folder / name).is_file()), None)
 
 
@@ -149,20 +144,16 @@ def hub_finder(repository: str, revision: str | None = None) -> Finder:
 
 def _refusal(path: str, error: Exception, errors: Any) -> str:
     """Describe why the Hub refuses a repository."""
-    reason = printable(str(error).strip().splitlines()[-1])
+    reason, log_in = printable(str(error).strip().splitlines()[-1]), "log in with `hf auth login` or HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"expected access to the gated Hub repository {path}, got none: {reason}; accept its terms on its page, "
-            "and log in with `hf auth login` or HF_TOKEN"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
+        expected, advice = "access to the gated Hub repository", f"accept its terms on its page, and {log_in}"
+    elif isinstance(error, errors.RevisionNotFoundError):
         return f"expected the revision of {path} on the Hub, got none: {reason}; give a branch, tag or commit"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"expected the Hub repository {path}, got none: {reason}; check its name, and log in with `hf auth login` "
-            "or HF_TOKEN if it is private"
-        )
-    return f"expected the files of {path} from the Hub, got an error: {reason}; try again later"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        expected, advice = "the Hub repository", f"check its name, and {log_in} if it is private"
+    else:
+        return f"expected the files of {path} from the Hub, got an error: {reason}; try again later"
+    return f"expected {expected} {path}, got none: {reason}; {advice}"
 
 
 def _unreachable(path: str, names: Collection[str]) -> str:

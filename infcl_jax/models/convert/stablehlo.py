@@ -1,6 +1,5 @@
 """Export of both encoders as StableHLO, through `jax.export`."""
 
-import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ from infcl_jax.models.clip import CLIP, TOWERS
 from infcl_jax.models.config import CLIPConfig
 from infcl_jax.models.convert.reference import fixed_inputs, summary
 from infcl_jax.models.convert.tensor_files import read_tensors, write_tensors
-from infcl_jax.models.registry import build_model, config_of
-from infcl_jax.models.resnet import ResNetConfig
+from infcl_jax.models.registry import build_model, change_config, config_of
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -72,7 +70,11 @@ def export_stablehlo(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(model) if isinstance(model, CLIP) else model
-    model, portable = build_model(config), build_model(_portable(config))
+    # Attention that runs on every device.
+    portable = {
+        f"{name}.attention": "xla" for name in ("vision", "text") if hasattr(getattr(config, name), "attention")
+    }
+    model, portable_model = build_model(config), build_model(change_config(config, **portable))
     (batch,) = export.symbolic_shape("b")
     size, length = config.vision.image_size, config.text.context_length
     inputs = {
@@ -87,7 +89,7 @@ def export_stablehlo(
         weights = {name: np.asarray(array) for name, array in arrays.items() if name.split("/")[1] == subtree}
         shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
         with use_abstract_mesh(_CPU):  # selects no kernel of this machine's devices
-            program = export.export(_encoder(portable, tower), platforms=platforms)(shapes, inputs[tower])
+            program = export.export(_encoder(portable_model, tower), platforms=platforms)(shapes, inputs[tower])
         program_file, weight_file = folder / f"{tower}.stablehlo", folder / f"{tower}.safetensors"
         write_tensors(weight_file, weights)
         program_file.write_bytes(program.serialize())
@@ -118,14 +120,3 @@ def _encoder(model: CLIP, tower: str) -> Any:
         return model.apply(unflatten_dict(weights, sep="/"), inputs, method=f"encode_{tower}")  # type: ignore[return-value]
 
     return jax.jit(encode)
-
-
-def _portable(config: CLIPConfig) -> CLIPConfig:
-    """Return the configuration with attention that runs on every device."""
-    towers = {name: getattr(config, name) for name in ("vision", "text")}
-    changed = {
-        name: dataclasses.replace(tower, attention="xla")
-        for name, tower in towers.items()
-        if not isinstance(tower, ResNetConfig)
-    }
-    return dataclasses.replace(config, **changed)

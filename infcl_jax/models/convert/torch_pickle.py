@@ -25,13 +25,7 @@ class UnsupportedError(ValueError):
 
 
 class Storage(NamedTuple):
-    """Reference to the elements of a tensor.
-
-    Attributes:
-      kind: class of the storage, such as "FloatStorage".
-      key: name of its member in the archive.
-      count: declared number of elements.
-    """
+    """Reference to the elements of a tensor: class, such as "FloatStorage", member of the archive, their number."""
 
     kind: Any
     key: Any

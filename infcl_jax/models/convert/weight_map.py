@@ -20,11 +20,9 @@ class Rule(NamedTuple):
 
     Attributes:
       pattern: regular expression that matches the whole path of the parameter, such as "params/visual/conv1/kernel".
-      names: names of its tensors, with groups of the pattern as `{0}`, `{1}`. The parameter is their concatenation
-        over the last axis, after the change of layout.
-      layout: change of layout from PyTorch. "linear": [out, in] to [in, out]. "conv": [out, in, h, w] to
-        [h, w, in, out]. "unit_axis", "unit_axes": remove one or two leading axes of size 1. "scalar": one element to
-        shape (). "same": none. None: "linear" or "conv" for kernels, by their dimensions, else "same".
+      names: names of its tensors, with groups of the pattern as `{0}`, `{1}`. The parameter is their concatenation over
+        the last axis, after the change of layout.
+      layout: change of layout from PyTorch, see `_LAYOUTS`. None: "linear" or "conv" for kernels, else "same".
       shares: relative sizes of the tensors on the concatenated axis; None for equal ones.
     """
 
@@ -140,8 +138,11 @@ def to_tensors(weights: WeightMap, arrays: Mapping[str, np.ndarray]) -> Tensors:
 
 _LAYOUTS: dict[Layout, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
     "same": (lambda a: a, lambda a: a),
-    "linear": (lambda a: a.transpose(1, 0), lambda a: a.transpose(1, 0)),
-    "conv": (lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1)),
+    "linear": (lambda a: a.transpose(1, 0), lambda a: a.transpose(1, 0)),  # [out, in] to [in, out]
+    "conv": (
+        lambda a: a.transpose(2, 3, 1, 0),
+        lambda a: a.transpose(3, 2, 0, 1),
+    ),  # [out, in, h, w] to [h, w, in, out]
     "unit_axis": (lambda a: a.squeeze(0), lambda a: a[None]),
     "unit_axes": (lambda a: a.squeeze((0, 1)), lambda a: a[None, None]),
     "scalar": (lambda a: a.reshape(()), lambda a: a),

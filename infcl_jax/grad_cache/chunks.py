@@ -114,20 +114,10 @@ def widen(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CachedEncoder:
-    """An encoder and its caching settings, see `cached_value_and_grad`.
+    """An encoder and its caching settings, see `cached_value_and_grad`."""
 
-    Attributes:
-      name: name of the batch entry and of the features.
-      index: index of the encoder, folded into its PRNG keys.
-      encode: `(params, chunk, rng) -> features`.
-      chunk_size: rows encoded at once, over all devices.
-      keep: number of chunks whose activations are stored.
-      keep_names: names of checkpointed values stored for the other chunks.
-      frozen: whether the encoder is frozen; it then runs once and has no gradient.
-    """
-
-    name: str
-    index: int
+    name: str  # of the batch entry and of the features
+    index: int  # folded into the PRNG keys
     encode: EncodeFn
     chunk_size: int
     keep: int

@@ -135,12 +135,7 @@ class CLIP(nn.Module):
       visual: image tower, floating [b, H, W, 3] to [b, d], with an `image_size` attribute.
       text: text tower, integer [b, t] to [b, d], with a `context_length` attribute.
       feature_dtype: dtype of the normalized features.
-      image_mean: mean of each channel, for images in [0, 1].
-      image_std: standard deviation of each channel, for images in [0, 1].
-      interpolation: interpolation that resizes evaluated images, see `CLIPConfig`.
-      resize_mode: how evaluated images become squares, see `CLIPConfig`.
-      init_logit_scale: initial logarithm of the scale.
-      init_logit_bias: initial bias of the logits (-10 in SigLIP, Zhai et al. 2023, section 3.2); None for no bias.
+      image_mean, image_std, interpolation, resize_mode, init_logit_scale, init_logit_bias: see `CLIPConfig`.
     """
 
     visual: nn.Module

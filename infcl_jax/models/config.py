@@ -65,18 +65,14 @@ class VisionConfig(TowerConfig):
 class TextConfig(TowerConfig):
     """Configuration of the text tower of CLIP and SigLIP.
 
+    `TextTransformer` describes the fields.
+
     Examples:
       >>> TextConfig(width=512, layers=12, heads=8).context_length
       77
 
     Attributes:
-      vocab_size: number of token ids: 49408 for CLIP's byte-pair encoding, 259 for bytes.
-      context_length: largest number of tokens, including the start and end tokens.
       causal: whether a token attends only to itself and the tokens before it.
-      pool: position whose states are projected to features: "end" (first end token), "first" or "last".
-      end_token: id of the end token; None: the largest id of each text, as in CLIP.
-      projection: "linear", or "none" if the pooled states are the features.
-      projection_bias: whether the projection has a bias.
 
     Raises:
       ValueError: a field has an invalid value.

@@ -41,9 +41,10 @@ class TextTransformer(nn.Module):
     Attributes:
       config: shape and numerics of the transformer.
       embed_dim: size of the features.
-      vocab_size: number of token ids.
-      context_length: largest number of tokens; shorter sequences use the first positional embeddings.
-      end_token: id of the end token; None: the largest id of each text.
+      vocab_size: number of token ids: 49408 for CLIP's byte-pair encoding, 259 for bytes.
+      context_length: largest number of tokens, including the start and end tokens; shorter sequences use the first
+        positional embeddings.
+      end_token: id of the end token; None: the largest id of each text, as in CLIP.
       pool: position whose states are projected to features: "end" (first end token), "first" or "last".
       projection: "linear", or "none" if the pooled states of size `embed_dim` are the features.
       projection_bias: whether the projection has a bias.

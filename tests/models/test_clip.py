@@ -161,12 +161,9 @@ def test_clamp_needs_the_parameters_of_a_model():
     ("method", "shape", "dtype", "message"),
     [
         ("encode_image", (2, 32, 32, 3), "uint8", r"images \[b, 16, 16, 3\], got shape \(2, 32, 32, 3\)"),
-        ("encode_image", (2, 3, 16, 16), "uint8", "images"),
-        ("encode_image", (16, 16, 3), "uint8", "images"),
         ("encode_image", (2, 16, 16, 1), "float32", "images"),
         ("encode_image", (2, 16, 16, 3), "int32", "expected uint8 images .* got dtype int32"),
         ("encode_text", (2, 9), "int32", r"1 <= t <= 8, got shape \(2, 9\)"),
-        ("encode_text", (2, 0), "int32", "1 <= t <= 8"),
         ("encode_text", (8,), "int32", r"token ids \[b, t\]"),
         ("encode_text", (2, 8), "float32", "integer token ids, got dtype float32"),
     ],

@@ -18,10 +18,8 @@ def test_null_sections_of_transformers_are_its_defaults(kind):
     ("config", "message"),
     [
         ({"vision_config": []}, r"expected vision_config to be a JSON object, got \[\]"),
-        ({"text_config": "x"}, "expected text_config to be a JSON object, got 'x'"),
         ({"projection_dim": "512"}, "expected projection_dim to be a positive integer, got '512'"),
         ({"vision_config": {"hidden_size": 10**9}}, "expected vision_config.hidden_size to be at most 16777216"),
-        ({"vision_config": {"hidden_size": 12.0}}, "expected vision_config.hidden_size to be a positive integer"),
         ({"vision_config": {"num_hidden_layers": 10**6}}, "expected vision_config.num_hidden_layers to be at most 256"),
         ({"vision_config": {"image_size": 2**14, "patch_size": 1}}, "expected position embeddings of at most 33554432"),
         ({"text_config": {"eos_token_id": [2]}}, r"expected text_config.eos_token_id to be an integer in \[0, 49408\)"),

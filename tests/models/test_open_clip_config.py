@@ -99,10 +99,6 @@ def test_every_built_config_of_openclip_has_a_name():
     assert set(BUILT) - {"bert-pooler-ViT-B-32"} == set(model_names()) - {"tiny", "tiny-shapes", "bert-ViT-B-32"}
 
 
-def test_slashes_of_the_papers_are_accepted():
-    assert model_config("ViT-L/14-336") == model_config("ViT-L-14-336")
-
-
 FIELDS = {
     "vision__ls_init_value": (0.1, {"vision.layer_scale": 0.1}),
     "vision__patch_dropout": (0.5, {"vision.patch_dropout": 0.5}),
@@ -198,17 +194,12 @@ def test_a_path_is_a_model(tmp_path):
     ("changes", "message"),
     [
         ({"vision__attentional_pool": True}, "expected vision_cfg.attentional_pool to be False, got .*=True; other"),
-        ({"vision__output_tokens": True}, "vision_cfg.output_tokens=True"),
         ({"vision__pool_type": "none"}, r"expected vision_cfg.pool_type to be one of \('tok', 'avg'\), got .*='none'"),
-        ({"vision__qk_norm": True}, "vision_cfg.qk_norm=True"),
         ({"vision__act_kwargs": {"approximate": "sigmoid"}}, "vision_cfg.act_kwargs.approximate='sigmoid'"),
         ({"vision__act_kwargs": {"approximate": "tanh"}, "quick_gelu": True}, "vision_cfg.act_kwargs"),
         ({"vision__norm_kwargs": {"bias": False}}, "expected a known field, got vision_cfg.norm_kwargs.bias=False"),
         ({"vision__image_size": [224, 256]}, r"expected vision_cfg.image_size to be a number or .*=\[224, 256\]"),
-        ({"vision__depth": 3}, "expected a known field, got vision_cfg.depth=3"),
         ({"text__embed_cls": True}, "text_cfg.embed_cls=True"),
-        ({"text__scale_heads": True}, "text_cfg.scale_heads=True"),
-        ({"text__pool_type": "none"}, "text_cfg.pool_type='none'"),
         ({"text__block_type": "other"}, "text_cfg.block_type='other'"),
         ({"text__hf_model_name": "t5-base"}, "text_cfg.hf_model_name: expected one of .* got 't5-base'"),
         ({"text__hf_model_name": "roberta-base", "text__hf_pooler_type": "max_pooler"}, "hf_pooler_type='max_pooler'"),
@@ -218,20 +209,16 @@ def test_a_path_is_a_model(tmp_path):
         ({"temperature": 1}, "expected a known field, got temperature=1"),
         ({"vision__width": "768"}, "expected vision_cfg.width to be a positive integer, got '768'"),
         ({"vision__pool_type": ["tok"]}, r"vision_cfg.pool_type=\['tok'\]"),
-        ({"embed_dim": 0}, "expected embed_dim to be a positive integer, got 0"),
         ({"vision__width": 10**9}, "expected vision_cfg.width to be at most 16777216, got vision_cfg.width=1000000000"),
-        ({"text__layers": 10**9}, "expected text_cfg.layers to be at most 256"),
         ({"text__context_length": None}, "expected text_cfg.context_length to be a positive integer, got None"),
         ({"text__eos_id": "2", "text__pool_type": "eos"}, r"expected text_cfg.eos_id to be an integer in \[0, 49408\)"),
         ({"text__hf_model_name": ["x"]}, r"expected text_cfg.hf_model_name to be a string, got .*=\['x'\]"),
         ({"vision__layers": [1, [], 1, 1]}, r"expected vision_cfg.layers to be a positive integer, got \[\]"),
-        ({"vision__image_size": []}, "expected vision_cfg.image_size to be a number or"),
         ({"vision__image_size": [{}, {}]}, "expected vision_cfg.image_size to be a positive integer, got {}"),
         ({"vision__act_kwargs": []}, r"expected vision_cfg.act_kwargs to be a JSON object, got \[\]"),
         ({"vision__mlp_ratio": math.nan}, "expected vision_cfg.mlp_ratio to be a finite number"),
         ({"init_logit_scale": "1"}, "expected init_logit_scale to be a finite number, got init_logit_scale='1'"),
         ({"quick_gelu": 2}, "expected quick_gelu to be true or false, got quick_gelu=2"),
-        ({"quick_gelu": "no"}, "expected quick_gelu to be true or false, got quick_gelu='no'"),
     ],
 )
 def test_bad_configs(changes, message):

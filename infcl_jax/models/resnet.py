@@ -215,7 +215,7 @@ class ResNet(nn.Module):
 
 def _conv_and_norm(dtype: str, param_dtype: str) -> tuple[Any, Any]:
     """Return constructors of convolutions without bias and of batch norms."""
-    options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "kernel_init": _CONV_INIT}
+    options: dict[str, Any] = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "kernel_init": _CONV_INIT}
     return functools.partial(nn.Conv, **options), functools.partial(BatchNorm, param_dtype)
 
 

@@ -47,11 +47,10 @@ def value_and_grad(
     def loss_of_batch(wide: Any) -> tuple[Array, Any]:
         copies, features = devices.copies(wide), dict(batch)
         for encoder in encoders:
-            entry, encode = batch[encoder.name], functools.partial(_encode_narrow, encoder.encode, narrow)
-            layout = make_layout(encoder.name, leading_rows(encoder.name, entry), encoder.chunk_size, devices.count)
-            run = functools.partial(_encode_block, dataclasses.replace(encoder, encode=encode), layout)
-            trained = lax.stop_gradient(copies) if encoder.frozen else copies
-            features[encoder.name] = devices.run(run, trained, entry, (rng, frozen_params))
+            encode = functools.partial(_encode_narrow, encoder.encode, narrow)
+            features[encoder.name] = encode_batch(
+                dataclasses.replace(encoder, encode=encode), devices, copies, batch[encoder.name], rng, frozen_params
+            )
         return loss(narrow(join_parameters(wide, frozen_params)), features)
 
     return jax.value_and_grad(loss_of_batch, has_aux=True)(widen(params))
@@ -60,6 +59,15 @@ def value_and_grad(
 def _encode_narrow(encode: EncodeFn, narrow: Callable[[Any], Any], wide: Any, chunk: Any, key: Array | None) -> Any:
     """Encode a chunk with wide parameters, cast to their own dtypes."""
     return encode(narrow(wide), chunk, key)
+
+
+def encode_batch(
+    encoder: CachedEncoder, devices: Devices, copies: Any, entry: Any, rng: Array | None, frozen_params: Any
+) -> Any:
+    """Encode a whole batch entry chunk by chunk; the result is differentiable in the per-device `copies`."""
+    layout = make_layout(encoder.name, leading_rows(encoder.name, entry), encoder.chunk_size, devices.count)
+    copies = lax.stop_gradient(copies) if encoder.frozen else copies
+    return devices.run(functools.partial(_encode_block, encoder, layout), copies, entry, (rng, frozen_params))
 
 
 def _encode_block(

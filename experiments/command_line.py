@@ -3,10 +3,11 @@
 Does not import JAX, which `experiments.benchmarks.open_clip` does not need.
 """
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, get_args
 
 from absl import app, flags, logging
 
@@ -46,6 +47,70 @@ def pixel_limit_flag() -> flags.FlagHolder:
 def precision_flag() -> flags.FlagHolder:
     """Define the flag of the towers' dtype, once per process."""
     return flags.DEFINE_enum("precision", "auto", ("auto", "bf16", "fp32"), "Dtype of the towers, as config.precision.")
+
+
+def option(default: Any, meaning: str, **settings: Any) -> Any:
+    """Declare a field of a command's settings with a flag, see `define_flags`.
+
+    Args:
+      default: default of the field and of its flag; a tuple is a list of names or of positive integers.
+      meaning: help of the flag.
+      **settings: `known` names; `flag`, if its name is another one; further arguments of absl's definition.
+    """
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **settings})
+
+
+def define_flags(settings: type) -> Callable[..., Any]:
+    """Define a flag for each `option` of a dataclass.
+
+    Returns:
+      Function that creates the settings from the flags, given the values of the other fields. It raises `ValueError`
+      for a list with a wrong value.
+    """
+    fields = {field: dict(field.metadata) for field in dataclasses.fields(settings) if field.metadata}
+    holders = {field: _define_flag(field, options) for field, options in fields.items()}
+
+    def read(**others: Any) -> Any:
+        values = {field.name: _value(field, holder) for field, holder in holders.items()}
+        return settings(**values, **others)
+
+    return read
+
+
+def _define_flag(field: dataclasses.Field, options: dict[str, Any]) -> flags.FlagHolder:
+    name, known = options.pop("flag", field.name), options.pop("known", None)
+    default, meaning = field.default, options.pop("meaning")
+    if isinstance(default, tuple):
+        return flags.DEFINE_list(name, [*map(str, default)], meaning, allow_override=True)
+    if known is not None:
+        return flags.DEFINE_enum(name, default, list(known), meaning, allow_override=True)
+    kind = (*get_args(field.type), field.type)[0]  # of `int | None`: int
+    define: Any = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}.get(
+        kind, flags.DEFINE_string
+    )
+    return define(name, default, meaning, allow_override=True, **options)
+
+
+def _value(field: dataclasses.Field, holder: flags.FlagHolder) -> Any:
+    if not isinstance(field.default, tuple) or not (holder.value or field.default):
+        return tuple(holder.value) if isinstance(field.default, tuple) else holder.value
+    known = field.metadata.get("known")
+    return integers(holder.name, holder.value) if known is None else names(holder.name, holder.value, known)
+
+
+def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
+    """Parse the values of a flag that lists positive integers."""
+    if not texts or not all(text.isdecimal() and int(text) for text in texts):
+        raise ValueError(f"expected --{name} to be positive integers such as 1024,4096, got {','.join(texts)!r}")
+    return tuple(map(int, texts))
+
+
+def names(flag: str, texts: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """Check the values of a flag that lists names."""
+    unknown = [text for text in texts if text not in known]
+    if unknown or not texts:
+        raise ValueError(f"expected --{flag} among {', '.join(known)}, got {', '.join(unknown)!r}")
+    return tuple(texts)
 
 
 def one_line(error: Exception) -> str:

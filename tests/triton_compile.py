@@ -10,8 +10,8 @@ import pytest
 
 # SMEM limit of a program in KiB, by compute capability.
 LIMITS = {"8.0": 163, "8.9": 99, "9.0": 227}
-# The GPUs of the smallest limit in every run of the tests.
-CAPABILITIES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "8.9")) for name in LIMITS]
+# The GPUs of the smallest limit in every run of the tests, and Hopper GPUs in CI.
+CAPABILITIES = [pytest.param("8.0", marks=pytest.mark.full), "8.9", pytest.param("9.0", marks=pytest.mark.slow)]
 _PROGRAM = """
 import jax, jax.numpy as jnp
 from jax_triton import triton_lib

@@ -12,12 +12,11 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 
 from experiments import command_line
@@ -28,12 +27,6 @@ from infcl_jax.ops.attention.api import AttentionImplementation, attend, padding
 RECORDS_FILE = "benchmark_attention.jsonl"
 
 _CHOICES = get_args(AttentionImplementation)
-_IMPLEMENTATIONS = flags.DEFINE_list("attention", "xla", f"Some of {', '.join(_CHOICES)}.")
-_POSITIONS = flags.DEFINE_list("positions", "50,77,197,257", "Sequence lengths t.")
-_HEADS = flags.DEFINE_integer("heads", 12, "Heads.", lower_bound=1)
-_CHANNELS = flags.DEFINE_integer("channels", 64, "Channels d per head.", lower_bound=1)
-_CAUSAL = flags.DEFINE_bool("causal", False, "Apply a causal mask.")
-
 # Least HBM traffic in tensors [b, t, heads, d], and GEMMs of t^2 d multiplications per head: forward, and forward and
 # backward together. The backward pass recomputes QK.
 _FORWARD_TENSORS, _ALL_TENSORS = 4, 12
@@ -60,42 +53,26 @@ _FIGURES = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Benchmark cases: every implementation, batch size and sequence length.
+    """Benchmark cases: every implementation, batch size and sequence length."""
 
-    Attributes:
-      implementations: implementations of `infcl_jax.ops.attention.api.attend`.
-      batch: batch sizes b.
-      positions: sequence lengths t.
-      heads: number of heads.
-      channels: channels d per head.
-      causal: whether to apply a causal mask.
-      dtype: dtype of queries, keys and values.
-      repeats: timed runs of each program; the median is reported.
-    """
-
-    implementations: tuple[AttentionImplementation, ...]
-    batch: tuple[int, ...]
-    positions: tuple[int, ...]
-    heads: int = 12
-    channels: int = 64
-    causal: bool = False
+    implementations: tuple[AttentionImplementation, ...] = command_line.option(
+        ("xla",), f"Some of {', '.join(_CHOICES)}.", known=_CHOICES, flag="attention"
+    )
+    batch: tuple[int, ...] = ()
+    positions: tuple[int, ...] = command_line.option((50, 77, 197, 257), "Sequence lengths t.")
+    heads: int = command_line.option(12, "Heads.", lower_bound=1)
+    channels: int = command_line.option(64, "Channels d per head.", lower_bound=1)
+    causal: bool = command_line.option(False, "Apply a causal mask.")
     dtype: str = "bfloat16"
     repeats: int = 5
 
 
+_from_flags = command_line.define_flags(Settings)
+
+
 def benchmark_from_flags() -> None:
     """Run the benchmark with the settings of the flags."""
-    settings = Settings(
-        implementations=cast(
-            tuple[AttentionImplementation, ...], harness.names("attention", _IMPLEMENTATIONS.value, _CHOICES)
-        ),
-        batch=harness.batch_sizes(),
-        positions=harness.integers("positions", _POSITIONS.value),
-        heads=_HEADS.value,
-        channels=_CHANNELS.value,
-        causal=_CAUSAL.value,
-        repeats=harness.REPEATS.value,
-    )
+    settings = _from_flags(batch=harness.batch_sizes(), repeats=harness.REPEATS.value)
     output = harness.output_folder()
     if harness.DEVICES.value not in (None, 1):
         raise ValueError(f"expected --devices=1, since attention needs no communication, got {harness.DEVICES.value}")

@@ -28,8 +28,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import command
-from experiments.benchmarks import harness, photographs
+from experiments import command, command_line
+from experiments.benchmarks import photographs
 from infcl_jax import load, run, train
 from infcl_jax.data import Example, Source
 from infcl_jax.data.decode.api import pixels
@@ -105,7 +105,7 @@ def _distillation(config: RunConfig, seeds: Sequence[int], folder: Path) -> Resu
 
 def _matryoshka(config: RunConfig, seeds: Sequence[int], folder: Path) -> Results:
     """Compare the prefixes of features trained with and without Matryoshka."""
-    sizes = harness.integers("prefixes", _PREFIXES.value)
+    sizes = command_line.integers("prefixes", _PREFIXES.value)
     changes = {"matryoshka": sizes}
     results: Results = {"matryoshka": [], "whole features": []}
     for seed in seeds:
@@ -238,7 +238,7 @@ def answer_from_flags(workdir: str) -> None:
     start_devices(config)
     folder = Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    questions = harness.names("questions", _QUESTIONS.value, QUESTIONS)
+    questions = command_line.names("questions", _QUESTIONS.value, QUESTIONS)
     answer(config, questions, [int(seed) for seed in _SEEDS.value], folder)
 
 

@@ -26,7 +26,7 @@ import jax
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments import command
+from experiments import command, command_line
 from experiments.benchmarks import harness, photographs
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
@@ -99,7 +99,7 @@ def benchmark_from_flags() -> None:
     """Run the benchmark with the settings of the flags."""
     config, output = command.chosen_config(), harness.output_folder()
     readers = [Readers.parse(text) for text in _READERS.value]
-    kinds = harness.names("kinds", _KINDS.value, tuple(photographs.KINDS))
+    kinds = command_line.names("kinds", _KINDS.value, tuple(photographs.KINDS))
     mesh = start_devices(config)
     output.mkdir(parents=True, exist_ok=True)
     datasets = _given_dataset(config) if photographs.DATA.value else _written_datasets(config, kinds, output)

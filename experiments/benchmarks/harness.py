@@ -5,7 +5,7 @@ Needs neither the data pipeline nor `ml_collections`.
 
 import datetime
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from absl import flags
 from jax.sharding import Mesh
 from matplotlib.axes import Axes
 
+from experiments import command_line
 from experiments.benchmarks.timing import Gemm, measure_gemm
 from infcl_jax import distributed
 from infcl_jax.runtime.console import say
@@ -41,24 +42,9 @@ PASSES: Columns = (
 )
 
 
-def integers(name: str, texts: Sequence[str]) -> tuple[int, ...]:
-    """Parse the values of a flag that lists positive integers."""
-    if not texts or not all(text.isdecimal() and int(text) for text in texts):
-        raise ValueError(f"expected --{name} to be positive integers such as 4096,16384, got {','.join(texts)!r}")
-    return tuple(map(int, texts))
-
-
-def names(flag: str, texts: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Check the values of a flag that lists names."""
-    unknown = [text for text in texts if text not in known]
-    if unknown or not texts:
-        raise ValueError(f"expected --{flag} among {', '.join(known)}, got {', '.join(unknown)!r}")
-    return tuple(texts)
-
-
 def batch_sizes() -> tuple[int, ...]:
     """Parse the values of `--batch`."""
-    return integers("batch", BATCH.value)
+    return command_line.integers("batch", BATCH.value)
 
 
 def output_folder() -> Path:

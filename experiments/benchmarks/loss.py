@@ -20,52 +20,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import flags
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from experiments import command_line
 from experiments.benchmarks import harness, timing
 from experiments.benchmarks.exact import Gradients, relative_errors
-from experiments.benchmarks.loss_case import IDS, LOSSES, Case, Settings
+from experiments.benchmarks.loss_case import LOSSES, Case, Settings
 from experiments.benchmarks.timing import Gemm, Program
 from infcl_jax import clip_loss, distillation_loss, siglip_loss
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.runtime.processes import is_lead
 
 RECORDS_FILE = "benchmark_loss.jsonl"
 PICTURE_FILE = "benchmark_loss.png"
 
-_LOSS = flags.DEFINE_enum(
-    "loss",
-    "clip",
-    list(LOSSES),
-    "Loss: softmax over rows and columns, sigmoid of pairs, or divergence from a teacher.",
-    allow_override=True,
-)
-_IMPLEMENTATIONS = flags.DEFINE_list("implementations", "xla,dense", f"Some of {', '.join(IMPLEMENTATIONS)}.")
-_FEATURES = flags.DEFINE_list("features", "512", "Feature dimensions D.")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Dtype of the features.")
-_SCALE = flags.DEFINE_float("scale", 50.0, "Logit scale.", lower_bound=1e-3)
-_BIAS = flags.DEFINE_float("bias", -10.0, "Logit bias of the siglip loss.")
-_IDS = flags.DEFINE_list(
-    "ids",
-    "none",
-    "Positives: none (the pairs, without ids), unique ids, 1% (of the ids repeat another), 8 (every id 8 times).",
-    allow_override=True,
-)
-_MULTI_POSITIVE = flags.DEFINE_enum("multi_positive", "mean", MULTI_POSITIVE, "Target of several positives.")
-_TEACHER_FEATURES = flags.DEFINE_integer(
-    "teacher_features",
-    None,
-    "Feature dimension of the teacher; that of the student by default.",
-    lower_bound=1,
-    allow_override=True,
-)
-_TEACHER_SCALE = flags.DEFINE_float("teacher_scale", 50.0, "Logit scale of the teacher.", lower_bound=1e-3)
-_SAMPLES = flags.DEFINE_integer(
-    "samples", 16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0
-)
+_from_flags = command_line.define_flags(Settings)
 
 _COLUMNS = (
     ("implementation", "implementation", "s"),
@@ -90,21 +59,8 @@ _FIGURES = (
 
 def benchmark_from_flags() -> None:
     """Run the benchmark with the settings of the flags."""
-    settings = Settings(
-        implementations=harness.names("implementations", _IMPLEMENTATIONS.value, LOSSES[_LOSS.value]),
-        batch=harness.batch_sizes(),
-        features=harness.integers("features", _FEATURES.value),
-        dtype=_DTYPE.value,
-        scale=_SCALE.value,
-        repeats=harness.REPEATS.value,
-        samples=_SAMPLES.value,
-        loss=_LOSS.value,
-        bias=_BIAS.value,
-        ids=harness.names("ids", _IDS.value, IDS),
-        multi_positive=_MULTI_POSITIVE.value,
-        teacher_features=_TEACHER_FEATURES.value,
-        teacher_scale=_TEACHER_SCALE.value,
-    )
+    settings = _from_flags(batch=harness.batch_sizes(), repeats=harness.REPEATS.value)
+    command_line.names("implementations", settings.implementations, LOSSES[settings.loss])
     if settings.loss == "distillation" and settings.ids != ("none",):
         raise ValueError(f"expected --ids=none with --loss=distillation, got {','.join(settings.ids)!r}")
     output = harness.output_folder()

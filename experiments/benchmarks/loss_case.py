@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.benchmarks import exact
+from experiments.command_line import option
 from infcl_jax.losses.distillation import IMPLEMENTATIONS as DISTILLATION_IMPLEMENTATIONS
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
 from infcl_jax.runtime.mesh import DATA_AXIS, replicate
 
@@ -26,35 +27,32 @@ LOSSES = {
 class Settings:
     """Benchmark cases: every implementation, dimension, batch size and kind of ids.
 
-    Attributes:
-      implementations: names of implementations that the loss has, see `LOSSES`.
-      batch: global batch sizes b, multiples of the device count.
-      features: feature dimensions D.
-      dtype: dtype of the features.
-      scale: logit scale.
-      repeats: timed runs of each program; the median is reported.
-      samples: rows of each feature gradient compared with float64; 0: no comparison.
-      loss: key of `LOSSES`.
-      bias: logit bias of the siglip loss.
-      ids: kinds of ids, of `IDS`.
-      multi_positive: "mean" or "any", see `clip_loss`.
-      teacher_features: feature dimension Dt of the teacher of the distillation loss; None: D.
-      teacher_scale: logit scale of the teacher.
+    `batch` has global batch sizes b, multiples of the device count. The median of `repeats` timed runs is reported.
     """
 
-    implementations: tuple[str, ...]
-    batch: tuple[int, ...]
-    features: tuple[int, ...]
-    dtype: str = "bfloat16"
-    scale: float = 50.0
+    implementations: tuple[str, ...] = option(
+        ("xla", "dense"), f"Some of {', '.join(IMPLEMENTATIONS)}.", known=IMPLEMENTATIONS
+    )
+    batch: tuple[int, ...] = ()
+    features: tuple[int, ...] = option((512,), "Feature dimensions D.")
+    dtype: str = option("bfloat16", "Dtype of the features.", known=("bfloat16", "float16", "float32"))
+    scale: float = option(50.0, "Logit scale.", lower_bound=1e-3)
     repeats: int = 5
-    samples: int = 16
-    loss: str = "clip"
-    bias: float = -10.0
-    ids: tuple[str, ...] = ("none",)
-    multi_positive: str = "mean"
-    teacher_features: int | None = None
-    teacher_scale: float = 50.0
+    samples: int = option(16, "Rows of each feature gradient compared with float64; 0: no comparison.", lower_bound=0)
+    loss: str = option(
+        "clip", "Loss: softmax over rows and columns, sigmoid of pairs, or divergence from a teacher.", known=LOSSES
+    )
+    bias: float = option(-10.0, "Logit bias of the siglip loss.")
+    ids: tuple[str, ...] = option(
+        ("none",),
+        "Positives: none (the pairs, without ids), unique ids, 1% (of the ids repeat another), 8 (every id 8 times).",
+        known=IDS,
+    )
+    multi_positive: str = option("mean", "Target of several positives.", known=MULTI_POSITIVE)
+    teacher_features: int | None = option(
+        None, "Feature dimension of the teacher; that of the student by default.", lower_bound=1
+    )
+    teacher_scale: float = option(50.0, "Logit scale of the teacher.", lower_bound=1e-3)
 
 
 def forward_flops(b: int, dim: int) -> int:

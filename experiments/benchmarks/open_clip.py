@@ -73,13 +73,6 @@ def import_packages() -> tuple[Any, Any]:
         raise ImportError(f"expected PyTorch and OpenCLIP, got: {error}; pip install open_clip_torch") from error
 
 
-def integers(flag: str, texts: Sequence[str]) -> list[int]:
-    """Parse the values of a flag that lists positive integers, as `harness.integers` does where JAX is installed."""
-    if not texts or not all(text.isdecimal() and int(text) for text in texts):
-        raise ValueError(f"expected --{flag} to be positive integers such as 1024,4096, got {','.join(texts)!r}")
-    return [int(text) for text in texts]
-
-
 def autocast(precision: str, device: Any) -> Callable[[], Any]:
     """Return the context of a model's forward pass."""
     torch, _ = import_packages()
@@ -250,7 +243,10 @@ def benchmark_from_flags(values: flags.FlagValues) -> None:
 def _cases(values: flags.FlagValues) -> list[Settings]:
     names = ("model", "precision", "grad_checkpointing", "accum_freq", "repeats")
     options = {name: values[name].value for name in names}
-    return [Settings(batch=size, compiled=values.compile, **options) for size in integers("batch", values.batch)]
+    return [
+        Settings(batch=size, compiled=values.compile, **options)
+        for size in command_line.integers("batch", values.batch)
+    ]
 
 
 def run(cases: Sequence[Settings], output: Path) -> None:

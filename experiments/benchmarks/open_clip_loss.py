@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 
 from experiments import command_line
-from experiments.benchmarks.open_clip import OUT_OF_MEMORY, import_packages, integers, seconds
+from experiments.benchmarks.open_clip import OUT_OF_MEMORY, import_packages, seconds
 
 # The class of each; that of distillation also computes the contrastive loss.
 LOSSES = {"clip": "ClipLoss", "siglip": "SigLipLoss", "distillation": "DistillClipLoss"}
@@ -87,7 +87,7 @@ def measure(name: str, batch: int, features: int, scale: float, bias: float, rep
 
 def benchmark_from_flags(values: flags.FlagValues) -> None:
     """Run the benchmark with the settings of the flags."""
-    sizes = integers("batch", values.batch), integers("features", values.features)
+    sizes = command_line.integers("batch", values.batch), command_line.integers("features", values.features)
     for batch, features in itertools.product(*sizes):
         record = measure(values.loss, batch, features, values.scale, values.bias, values.repeats)
         print(json.dumps(record), flush=True)

@@ -20,40 +20,18 @@ from matplotlib.figure import Figure
 
 from experiments import command_line
 from experiments.benchmarks import harness, photographs
-from experiments.benchmarks.loss_case import IDS
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.models.flops import step_flops
 from infcl_jax.runtime.processes import is_lead
 from infcl_jax.settings import resolved_precision
-from infcl_jax.training import LOSSES, GradCacheConfig
-from infcl_jax.training.sharding import PARAMETER_SHARDINGS
+from infcl_jax.training import GradCacheConfig
 
 RECORDS_FILE = "benchmark_step.jsonl"
 PICTURE_FILE = "benchmark_step.png"
 
-_MODEL = flags.DEFINE_string("model", "ViT-B/32", "Model name or path of an OpenCLIP config, as config.model.")
-_OVERRIDES = flags.DEFINE_string("model_overrides", "", "Model changes, such as vision.remat=dots.")
 _PRECISION = command_line.precision_flag()
-_SHARDING = flags.DEFINE_enum("parameter_sharding", "replicated", PARAMETER_SHARDINGS, "Sharding of the state.")
-_LOSS = flags.DEFINE_enum("loss", "clip", [name for name in LOSSES if name != "retrieval"], "Loss of images and texts.")
-_IDS = flags.DEFINE_enum(
-    "ids",
-    "none",
-    IDS,
-    "Ids of the positives: none (the pairs), unique, 1% (repeat another), 8 (every id 8 times).",
-    allow_override=True,
-)
-_MATRYOSHKA = flags.DEFINE_list("matryoshka", [], "Sizes of the feature prefixes, as config.matryoshka.")
-_TEACHER_FEATURES = flags.DEFINE_integer(
-    "teacher_features",
-    None,
-    "Feature dimension of a teacher, for a loss with distillation.",
-    lower_bound=1,
-    allow_override=True,
-)
-_TIME_PHASES = flags.DEFINE_bool("phases", True, "Also time the phases of the step and exposed data transfer.")
-_IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Implementation of the loss; None: the best here.")
+_from_flags = command_line.define_flags(Settings)
 
 
 def _define_cache_flag(field: dataclasses.Field) -> flags.FlagHolder:
@@ -94,21 +72,12 @@ _FILE_COLUMNS = (
 
 def benchmark_from_flags() -> None:
     """Run the benchmark with the settings of the flags."""
-    settings = Settings(
-        model=_MODEL.value,
+    settings = _from_flags(
         batch=harness.batch_sizes(),
-        model_overrides=_OVERRIDES.value,
-        precision=_PRECISION.value,
         cache=GradCacheConfig(**{name: flag.value for name, flag in _CACHE.items()}),
-        implementation=_IMPLEMENTATION.value,
-        parameter_sharding=_SHARDING.value,
-        loss=_LOSS.value,
-        ids=_IDS.value,
-        matryoshka=harness.integers("matryoshka", _MATRYOSHKA.value) if _MATRYOSHKA.value else (),
-        teacher_features=_TEACHER_FEATURES.value,
-        phases=_TIME_PHASES.value,
         data=photographs.DATA.value,
         repeats=harness.REPEATS.value,
+        precision=_PRECISION.value,
     )
     output = harness.output_folder()
     mesh = harness.start_devices(

@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.benchmarks import harness, step_files, timing
-from experiments.benchmarks.loss_case import draw_ids
+from experiments.benchmarks.loss_case import IDS, draw_ids
 from experiments.benchmarks.timing import Gemm, Program
+from experiments.command_line import option
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import Targets
@@ -27,6 +28,7 @@ from infcl_jax.runtime.mesh import DATA_AXIS, replicate, shard_batch
 from infcl_jax.runtime.train_progress import peak_memory
 from infcl_jax.settings import RunConfig, model_changes, total_steps, with_changes
 from infcl_jax.training import (
+    LOSSES,
     NO_CACHE,
     GradCacheConfig,
     TrainState,
@@ -36,6 +38,7 @@ from infcl_jax.training import (
     make_train_step,
     replayed,
 )
+from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
 
 _SEED = 0
@@ -60,34 +63,25 @@ FIGURES = (
 class Settings:
     """Benchmark cases: training of one model at every batch size.
 
-    Attributes:
-      model: model name, one of `infcl_jax.models.model_names()`.
-      batch: global batch sizes b, multiples of the device count.
-      model_overrides: changes to the model.
-      cache: gradient-cache settings.
-      implementation: implementation of the loss, see `infcl_jax.pairwise_lse`.
-      parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
-      loss: one of `infcl_jax.training.LOSSES`.
-      ids: ids of the positives, one of `loss_case.IDS`; "none": the pairs are the positives.
-      matryoshka: sizes of the feature prefixes whose losses are summed; empty: the loss of all features.
-      teacher_features: feature dimension of the teacher of a loss with distillation; None: no teacher.
-      phases: whether to time the phases of the step too.
-      data: dataset of files for a step fed by them too; None: none.
-      repeats: timed runs of each program; the median is reported. 0: time its first call.
-      precision: dtype of the towers, as `config.precision`.
+    `batch` has global batch sizes b, multiples of the device count. `data` is a dataset of files that also feeds the
+    step. The median of `repeats` timed runs is reported; 0: the time of the first call.
     """
 
-    model: str
-    batch: tuple[int, ...]
-    model_overrides: str = ""
+    model: str = option("ViT-B/32", "Model name or path of an OpenCLIP config, as config.model.")
+    batch: tuple[int, ...] = ()
+    model_overrides: str = option("", "Model changes, such as vision.remat=dots.")
     cache: GradCacheConfig = NO_CACHE
-    implementation: str | None = None
-    parameter_sharding: str = "replicated"
-    loss: str = "clip"
-    ids: str = "none"
-    matryoshka: tuple[int, ...] = ()
-    teacher_features: int | None = None
-    phases: bool = True
+    implementation: str | None = option(None, "Implementation of the loss; None: the best here.")
+    parameter_sharding: str = option("replicated", "Sharding of the state.", known=PARAMETER_SHARDINGS)
+    loss: str = option("clip", "Loss of images and texts.", known=[name for name in LOSSES if name != "retrieval"])
+    ids: str = option(
+        "none", "Ids of the positives: none (the pairs), unique, 1% (repeat another), 8 (every id 8 times).", known=IDS
+    )
+    matryoshka: tuple[int, ...] = option((), "Sizes of the feature prefixes, as config.matryoshka.")
+    teacher_features: int | None = option(
+        None, "Feature dimension of a teacher, for a loss with distillation.", lower_bound=1
+    )
+    phases: bool = option(True, "Also time the phases of the step and exposed data transfer.")
     data: str | None = None
     repeats: int = 5
     precision: str = "auto"

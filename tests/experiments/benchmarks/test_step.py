@@ -192,7 +192,6 @@ def test_a_batch_can_be_read_twice(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "cache"),
     [
-        ("clip", NO_CACHE),
         ("fastclip_v3", GradCacheConfig(chunk_size=8, residency="host")),
         ("clip", GradCacheConfig(chunk_size=8, residency="replay")),
     ],
@@ -280,6 +279,7 @@ def test_a_mistake_is_one_line_before_anything_is_timed(mistake, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_the_command_over_two_processes(tmp_path):
     arguments = [
         f"--batch={B}",

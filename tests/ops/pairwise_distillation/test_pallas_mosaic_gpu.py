@@ -41,7 +41,7 @@ def interpreter(interpreter, monkeypatch):
     ("k", "options"),
     [
         (SINGLE, {"masked": True, "dim": 100, "teacher_dim": 40}),
-        (WIDE, {"by": 400}),
+        (WIDE, {"bx": 70, "by": 400}),
         pytest.param(CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}, marks=pytest.mark.full),
         (CLUSTERED, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
         (CLUSTERED, {"dtype": jnp.float32, "dim": 50, "scale": 1.0}),

@@ -148,7 +148,7 @@ def check(backend, block, *, loss=False, exclude=False, columns=True, needs_grad
 
 @pytest.mark.parametrize("tiles", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_any_tiles_in_odd_sizes(interpreter, tiles):
-    check(Fused(kernels(*tiles)), make(bx=270, by=200, dim=100))
+    check(Fused(kernels(*tiles)), make(bx=270, by=140, dim=70))
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dty
     """Tests windows with remainders, in loops, with rounding per column group."""
     monkeypatch.setattr(WindowConfig, "best_size", lambda *_: size)
     monkeypatch.setattr(fused, "POSITIVE_ROWS", 256)
-    check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=330, **options), dtype=dtype)
+    check(Fused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=200, **options), dtype=dtype)
 
 
 @pytest.mark.parametrize("slice_rows", [pytest.param(WindowConfig.slice_rows, marks=pytest.mark.full), 256])

@@ -48,7 +48,7 @@ def interpreter(interpreter, monkeypatch):
 
 @pytest.mark.parametrize("k", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_any_tiles_in_odd_sizes(interpreter, k):
-    check(Fused(k), make(bx=270, by=200, dim=100))
+    check(Fused(k), make(bx=270, by=140, dim=70))
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ def define_flags(settings: type) -> Callable[..., Any]:
 
 def _define_flag(field: dataclasses.Field, options: dict[str, Any]) -> flags.FlagHolder:
     name, known = options.pop("flag", field.name), options.pop("known", None)
-    default, meaning = field.default, options.pop("meaning")
+    default: Any = field.default
+    meaning = options.pop("meaning")
     if isinstance(default, tuple):
         return flags.DEFINE_list(name, [*map(str, default)], meaning, allow_override=True)
     if known is not None:

@@ -219,8 +219,8 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     ],
 )
 def test_positives_by_id(interpreter, monkeypatch, scale, options):
-    monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], backend=lambda _: Fused(TALL)))
-    check_ids("triton", scale, **options)
+    monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], backend=lambda _: Fused(WIDE)))
+    check_ids("triton", scale, bx=60, by=90, **options)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])

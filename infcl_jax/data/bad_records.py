@@ -4,8 +4,6 @@ Readers in threads, worker processes and gradient-cache passes only report the b
 key of the chunk. `BadRecords` takes them from the batch. The counts and the limit thus depend on the batches alone.
 """
 
-from __future__ import annotations
-
 import collections
 import logging
 import threading

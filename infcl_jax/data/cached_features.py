@@ -1,7 +1,5 @@
 """Computation of the features of a frozen tower, once per sample of a source."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

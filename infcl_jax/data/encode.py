@@ -1,7 +1,5 @@
 """Encoding of images for datasets on disk."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each global batch is split into one contiguous block of rows per process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

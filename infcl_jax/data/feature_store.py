@@ -1,7 +1,5 @@
 """Features of the samples of a source on disk, and what batches read of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

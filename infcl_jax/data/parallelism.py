@@ -1,7 +1,5 @@
 """Number of reading threads and workers, and of prefetched batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -7,8 +7,6 @@ Training replaces an undecodable record by the next good record, counts it and l
 `max_bad_records` different bad records: one broken image must not end a long run, but a broken disk must.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import multiprocessing

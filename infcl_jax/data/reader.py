@@ -1,7 +1,5 @@
 """Reading of decoded examples, with replacements for bad records."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Sample indices of training batches, and the names of their records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

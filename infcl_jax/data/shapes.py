@@ -7,8 +7,6 @@ jitter. Half of the training captions are brief: they name only the color and sh
 Lengths are fractions of the image side, with x to the right and y down. Colors are RGB in [0, 255].
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

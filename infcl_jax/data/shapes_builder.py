@@ -1,7 +1,5 @@
 """TFDS dataset of shapes, rendered on all cores without TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Stages of the data pipeline: their time, and the one that limits its rate."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Training batches of queries with passages."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

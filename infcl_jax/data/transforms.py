@@ -3,8 +3,6 @@
 Transforms map uint8 [H, W, 3] to uint8 [S, S, 3]. Random transforms take an explicit generator.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import NamedTuple

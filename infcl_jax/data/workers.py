@@ -1,7 +1,5 @@
 """Worker processes that read data: their start, their function, their shared memory and their loss."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

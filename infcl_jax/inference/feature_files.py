@@ -1,7 +1,5 @@
 """Files of features with the keys of their records: safetensors, npy and parquet."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Classifiers of class names, from ensembles of prompts."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence

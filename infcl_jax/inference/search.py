@@ -1,7 +1,5 @@
 """Exact nearest neighbors by cosine similarity, tile by tile on a mesh."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Iterator

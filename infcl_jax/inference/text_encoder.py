@@ -1,7 +1,5 @@
 """Encoder of queries and passages: a trained model with its tokenizer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Loading of tokenizers by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Interface and shared code of the tokenizers."""
 
-from __future__ import annotations
-
 import abc
 import html
 import importlib

@@ -1,7 +1,5 @@
 """Tokenizer of UTF-8 bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """CLIP's byte-pair encoding (Radford et al. 2021; Sennrich et al. 2016)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Settings of tokenizers in the files of Hugging Face and OpenCLIP."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

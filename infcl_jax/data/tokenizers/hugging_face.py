@@ -1,7 +1,5 @@
 """Tokenizers in the JSON format of Hugging Face `tokenizers`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers of SentencePiece (Kudo and Richardson 2018)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training of byte-pair vocabularies."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator

@@ -168,14 +168,10 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 class PrecomputedSource:
-    """Source with features in place of the images or captions of its samples.
+    """Source with features by tower, "image" or "text", in place of the images or captions of its samples.
 
     With features of images it reads nothing from the source. "captions" of its examples are rows of features, if there
     are features of captions.
-
-    Args:
-      source: source of the samples.
-      stores: features by tower, "image" or "text".
     """
 
     def __init__(self, source: Source, stores: Mapping[str, FeatureStore]):

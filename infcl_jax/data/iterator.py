@@ -90,6 +90,8 @@ class TrainIterator(grain.DatasetIterator):
       >>> first, state = next(batches), batches.get_state()  # `set_state(state)` continues there
       >>> batches.close()
 
+    Arguments that are not listed are those of `train_iterator`.
+
     Args:
       source: source of the samples.
       make_chunk: function that makes one chunk of a batch, a `Batch`, from (global row, sample index) pairs. A chunk
@@ -97,8 +99,7 @@ class TrainIterator(grain.DatasetIterator):
       row_bytes: bytes of a row in host memory.
       shared_row_bytes: bytes of a row in the shared memory of workers that must be free; 0: unknown.
       finish: last stage of each batch; `next_reader` leaves it out.
-      reading: numbers of `infcl_jax.data.parallelism.choose_parallelism`.
-      Others: see `train_iterator`.
+      **reading: numbers of `infcl_jax.data.parallelism.choose_parallelism`.
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.

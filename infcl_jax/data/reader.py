@@ -1,6 +1,7 @@
 """Reading of decoded examples, with replacements for bad records."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from infcl_jax.data.decode.api import DecodedExample, ToImage, decode_example, pixels
@@ -10,21 +11,18 @@ from infcl_jax.data.stages import DECODE, READ, timed
 MAX_ATTEMPTS = 16  # maximum number of consecutive records tried, the bad record included
 
 
+@dataclasses.dataclass(frozen=True)
 class RecordReader:
     """Reader of decoded examples.
 
-    The next good record replaces a bad one. The examples depend on their indices alone, not on what was read before, so
-    every worker and every resumed run reads the same.
-
-    Args:
-      source: source of the records.
-      replace: whether to replace bad records; otherwise they are errors.
-      skip: whether to leave out records that are bad and not replaced.
+    With `replace`, the next good record replaces a bad one; otherwise bad records are errors, or with `skip` left out.
+    The examples depend on their indices alone, not on what was read before, so every worker and every resumed run reads
+    the same.
     """
 
-    def __init__(self, source: Source, *, replace: bool = True, skip: bool = False):
-        self._source, self._skip = source, skip
-        self._attempts = MAX_ATTEMPTS if replace else 1
+    source: Source
+    replace: bool = True
+    skip: bool = False
 
     def read(
         self, indices: Sequence[int], to_image: Sequence[ToImage] | None = None
@@ -40,9 +38,9 @@ class RecordReader:
         """
         examples: Sequence[Example | None] = [None] * len(indices)
         # One call for all records is much cheaper. After a bad record, they are read one by one.
-        if isinstance(self._source, BatchedSource):
+        if isinstance(self.source, BatchedSource):
             with contextlib.suppress(BadRecordError), timed(READ):
-                examples = self._source.__getitems__(indices)
+                examples = self.source.__getitems__(indices)
         bad: dict[int, str] = {}
         to_image = [pixels] * len(indices) if to_image is None else to_image
         read = []
@@ -50,7 +48,7 @@ class RecordReader:
             try:
                 read.append(self._read(*row, bad))
             except BadRecordError:
-                if not self._skip:
+                if not self.skip:
                     raise
         return read, bad
 
@@ -61,11 +59,11 @@ class RecordReader:
             known = example if candidate == index else None
             if known is None:
                 with timed(READ):
-                    known = self._source[candidate]
+                    known = self.source[candidate]
             with timed(DECODE):
-                return decode_example(self._source, candidate, known, to_image)
+                return decode_example(self.source, candidate, known, to_image)
 
-        return read_good(decode, index, len(self._source), bad, self._attempts)
+        return read_good(decode, index, len(self.source), bad, MAX_ATTEMPTS if self.replace else 1)
 
 
 def read_good[Record](

@@ -30,9 +30,8 @@ def _check_image(image: np.ndarray) -> None:
 class Resize(NamedTuple):
     """Resize of the evaluation transform; the names are those of OpenCLIP's `preprocess_cfg`.
 
-    Attributes:
-      mode: "shortest": the short side is resized and the central square cropped; "squash": both sides are resized.
-      interpolation: "bicubic" or "bilinear", antialiased.
+    The mode "shortest" resizes the short side and crops the central square; "squash" resizes both sides. The
+    interpolation is "bicubic" or "bilinear", antialiased.
     """
 
     mode: str = "shortest"
@@ -136,17 +135,11 @@ def shift_pixels(image: np.ndarray, shift: tuple[int, int]) -> np.ndarray:
 
 
 class Geometry(NamedTuple):
-    """Geometric part of an augmentation, drawn for one image.
+    """Geometric part of an augmentation, drawn for one image."""
 
-    Attributes:
-      box: crop box, resized to a square.
-      shift: pixels of the result down and to the right.
-      flip: whether the result is mirrored horizontally, after the shift.
-    """
-
-    box: Box
-    shift: tuple[int, int] = (0, 0)
-    flip: bool = False
+    box: Box  # resized to a square
+    shift: tuple[int, int] = (0, 0)  # pixels of the result down and to the right
+    flip: bool = False  # whether the result is mirrored horizontally, after the shift
 
     def finish(self, image: np.ndarray) -> np.ndarray:
         """Shift and mirror the resized box, uint8 [S, S, 3]."""

@@ -44,11 +44,9 @@ class WorkersCannotStart(ValueError):
 
 
 class WorkerLost(ChildProcessError):
-    """Unexpected end of a data worker.
+    """Unexpected end of a data worker; if it was killed, another start may succeed.
 
-    Attributes:
-      killed: whether another start may succeed, as after a signal.
-      chunks_ahead: largest number of chunks that the workers read ahead of the missing one.
+    `chunks_ahead` is the largest number of chunks that the workers read ahead of the missing one.
     """
 
     def __init__(self, message: str, *, killed: bool, chunks_ahead: int = 0) -> None:

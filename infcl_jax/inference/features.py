@@ -147,8 +147,15 @@ def encode_split(
         text, text_image = np.zeros((0, image["feature"].shape[1]), np.float32), np.zeros(0, np.int32)
     else:
         joined = {key: np.concatenate([batch[key] for batch in captions]) for key in _TEXT_KEYS}
-        gathered = _sorted(encode_caption_rows(encode_text, params, joined, mesh, rows))
-        text, text_image = _assign(gathered, image["index"])
+        sorted_captions = _sorted(encode_caption_rows(encode_text, params, joined, mesh, rows))
+        own = np.zeros(0, np.int64) if sorted_captions is None else sorted_captions["index"]
+        missing, unknown = np.setdiff1d(image["index"], own), np.setdiff1d(own, image["index"])
+        if sorted_captions is None or len(missing) or len(unknown):
+            raise ValueError(
+                f"expected captions of every image and of no others, got none for {len(missing)} of "
+                f"{len(image['index'])} images and those of {len(unknown)} others; use eval_batches"
+            )
+        text, text_image = sorted_captions["feature"], np.searchsorted(image["index"], own).astype(np.int32)
     return Features(image["feature"], text, text_image, image["label"], image["index"])
 
 
@@ -232,18 +239,6 @@ def padded_size(count: int, batch_size: int, multiple: int) -> int:
     """
     rows = min(batch_size, 1 << (count - 1).bit_length())
     return -(-rows // multiple) * multiple
-
-
-def _assign(captions: dict[str, np.ndarray] | None, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the caption features and the image row of each caption."""
-    caption_index = np.zeros(0, np.int64) if captions is None else captions["index"]
-    missing, unknown = np.setdiff1d(index, caption_index), np.setdiff1d(caption_index, index)
-    if captions is None or len(missing) or len(unknown):
-        raise ValueError(
-            f"expected captions of every image and of no others, got none for {len(missing)} of {len(index)} images and"
-            f" those of {len(unknown)} others; use eval_batches"
-        )
-    return captions["feature"], np.searchsorted(index, caption_index).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -18,11 +18,10 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
     "kind": lambda kind: kind in ("bytes", *_FILES),
     "context_length": lambda length: type(length) is int and 0 < length <= _LONGEST,
     "clean": lambda clean: clean in CLEANINGS,
-}
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "strip_sep_token": lambda strip: isinstance(strip, bool),
     "repository": lambda name: isinstance(name, str),
 }
+_OPTIONAL = ("strip_sep_token", "repository")
 _SPECS = "'bytes', 'clip', 'clip:PATH', 'hf:PATH', 'sentencepiece:PATH' or a folder of a saved tokenizer"
 
 
@@ -87,14 +86,12 @@ def _load(kind: str, path: str | None, settings: dict) -> BaseTokenizer:
 def _read_settings(path: Path) -> dict:
     try:
         saved = read_json(path, limit=CONFIG_BYTES)
-        optional = {name: check for name, check in _OPTIONAL.items() if name in saved}
-        checks = _SETTINGS | optional
-        wrong = [name for name, check in checks.items() if not check(saved.get(name))]
-        if wrong:
+        names = [name for name in _SETTINGS if name in saved or name not in _OPTIONAL]
+        if wrong := [name for name in names if not _SETTINGS[name](saved.get(name))]:
             raise ValueError(f"another {wrong[0]}")
     except ValueError as error:
         raise ValueError(f"expected the settings of a tokenizer in {path}, got {error}; save it again") from None
-    return {name: saved[name] for name in checks}
+    return {name: saved[name] for name in names}
 
 
 def check_vocabulary(tokenizer: BaseTokenizer, vocab_size: int, end_token: int | None = None) -> None:

@@ -126,14 +126,6 @@ def test_reading_threads_tokenize(use):
     assert tokenizer.threads and threading.main_thread() not in tokenizer.threads
 
 
-def test_worker_processes_tokenize():
-    tokenizer, config = Recorder(), runs.config(num_workers=1)
-    data = run.training_data(config, run.training_source(config), tokenizer)
-    assert next(data)["text"].any()
-    data.close()
-    assert not tokenizer.threads  # of this process
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_truncated_captions_of_workers_are_counted(num_workers):
     tokenizer, config = ByteTokenizer(8), runs.config(num_workers=num_workers)

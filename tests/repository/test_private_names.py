@@ -19,9 +19,9 @@ def is_foreign(name, own):
     return name.startswith("jaxlib.") or not own.issuperset(private)
 
 
-def own_names(tree):
+def own_names(nodes):
     """Names that a module binds: functions, classes, variables and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                 yield name
@@ -29,10 +29,10 @@ def own_names(tree):
                 yield name
 
 
-def foreign_names(tree, own):
+def foreign_names(nodes, own):
     """Private modules and attributes of other packages, also in strings."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         names = []
         match node:
             case ast.Import(names=imported):
@@ -52,9 +52,9 @@ def foreign_names(tree, own):
 
 def used(sources):
     """Pairs (file, name) of the files with these contents."""
-    trees = {path: ast.parse(text) for path, text in sources.items()}
-    own = PUBLIC.union(*(own_names(tree) for tree in trees.values()))
-    return {(path, name) for path, tree in trees.items() for name in foreign_names(tree, own)}
+    nodes = {path: list(ast.walk(ast.parse(text))) for path, text in sources.items()}
+    own = PUBLIC.union(*map(own_names, nodes.values()))
+    return {(path, name) for path, of_file in nodes.items() for name in foreign_names(of_file, own)}
 
 
 def test_the_list_of_private_names_is_complete():

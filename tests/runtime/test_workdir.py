@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from infcl_jax.data.convert import _check_settings
 from infcl_jax.evaluation.html_page import new_page, write_html
 from infcl_jax.evaluation.plots import _save
 from infcl_jax.evaluation.writers import append_csv, write_examples, write_json
+from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.runtime.workdir_lock import LOCK_FILE, WorkdirLock
 from infcl_jax.training import LOG_FILE, MetricWriter, Outputs, RunConsole, load_config, prepare_workdir, save_config
 from infcl_jax.training.safeguards import SKIPPED_FILE, Safeguards
@@ -50,7 +50,7 @@ WRITERS = {
     "examples.json": lambda folder: write_examples(folder / "examples.json", []),
     "report.html": lambda folder: write_html(folder / "report.html", new_page("page")[0]),
     "curves.png": lambda folder: _save(Picture(), folder / "curves.png"),
-    "train.conversion.json": lambda folder: _check_settings(folder / "train.conversion.json", []),
+    "train.conversion.json": lambda folder: replace_text(folder / "train.conversion.json", "[]"),
     ".writable-0": prepare_workdir,
 }
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from configs import saved
 from experiments import command_line
-from experiments.overrides import register_parsers
 from infcl_jax.run import sample_source
 from infcl_jax.runtime.exit_codes import RESUME, USER_ERRORS, Interrupted
 from infcl_jax.runtime.printable import printable
@@ -23,17 +22,48 @@ from infcl_jax.runtime.signals import ignore_stop
 from infcl_jax.settings import (
     SETTINGS,
     RunConfig,
+    as_integer,
     closest_setting,
     format_entry,
     format_help,
     format_python,
     make_config,
+    type_name,
     with_total_steps,
 )
 from infcl_jax.training import load_config
 from infcl_jax.training.compiled_step import OutOfMemory
 
-register_parsers()
+# ml_collections parses the other types, bool and tuple.
+_PARSERS: dict[Any, Any] = {str: flags.ArgumentParser(), int: flags.IntegerParser(), float: flags.FloatParser()}
+
+
+class _SettingParser(flags.ArgumentParser):
+    """Flag parser of single settings of one type, or of groups, that reads "None" as None."""
+
+    def __init__(self, kind: type):
+        self._kind = kind
+
+    def parse(self, argument: Any) -> Any:
+        if self._kind is ConfigDict:
+            if not isinstance(argument, ConfigDict):
+                raise ValueError("expected single settings such as --config.optimizer.name=adamw, got a group of them")
+            return argument
+        if argument == "None":
+            return None
+        try:
+            if self._kind is int and "e" in str(argument).lower():
+                argument = str(as_integer(float(argument)))  # 12.8e9
+            return _PARSERS[self._kind].parse(argument)
+        except ValueError as error:
+            raise ValueError(f"expected {type_name(self._kind)}, got {argument!r}") from error
+
+    def flag_type(self) -> str:
+        return self._kind.__name__
+
+
+for _kind in {setting.base_type for setting in SETTINGS.values()} & _PARSERS.keys() | {ConfigDict}:
+    config_flags.register_flag_parser_for_type(_kind, _SettingParser(_kind))
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, such as configs/quickstart.py.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: checkpoints, metrics and plots.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the settings as a configuration file, and exit.")
@@ -45,56 +75,29 @@ _NO_WORKDIR = "expected --workdir, the directory of the run, got none"
 
 
 def chosen_config() -> RunConfig:
-    """Return the configuration of `--config` with its overrides.
-
-    Raises:
-      ValueError: `--config` is missing, or a setting is wrong.
-    """
+    """Return the configuration of `--config` with its overrides."""
     if _CONFIG.value is None:
         raise ValueError("expected --config, a configuration such as configs/quickstart.py, got none")
     return make_config(_CONFIG.value.to_dict())  # raises the error of a file that cannot be loaded
 
 
 def resolved_config() -> RunConfig:
-    """Return the configuration of `--config` with the length of the run in `total_steps`.
-
-    Raises:
-      ValueError, FileNotFoundError: see `chosen_config` and `infcl_jax.settings.with_total_steps`.
-    """
+    """Return the configuration of `--config` with the length of the run in `total_steps`."""
     config = chosen_config()
     return with_total_steps(config, sample_source(config))
 
 
 def given_workdir() -> str:
-    """Return the directory given as `--workdir`.
-
-    Raises:
-      ValueError: it is missing.
-    """
+    """Return the directory given as `--workdir`."""
     if not WORKDIR.value:
         raise ValueError(_NO_WORKDIR)
     return WORKDIR.value
 
 
 def run(
-    command: Callable[[str], Any], *, saved_config: bool = False, config: Callable[[], RunConfig] = chosen_config
-) -> None:
-    """Parse the flags and call `command(workdir)`.
-
-    User errors exit with status 1 and one line on stderr.
-
-    Args:
-      command: function of the work directory.
-      saved_config: use the run's saved configuration as the default of `--config`.
-      config: function that returns the configuration for `--print_config`.
-    """
-    run_without_workdir(lambda: command(given_workdir()), saved_config=saved_config, config=config)
-
-
-def run_without_workdir(
     command: Callable[[], Any], *, saved_config: bool = False, config: Callable[[], RunConfig] = chosen_config
 ) -> None:
-    """Parse the flags and call `command()`, for commands without a work directory.
+    """Parse the flags and call `command()`.
 
     User errors exit with status 1 and one line on stderr.
 
@@ -108,12 +111,8 @@ def run_without_workdir(
         with failures():
             print(format_python(config())) if _PRINT_CONFIG.value else _resumable(command)
 
-    command_line.run(
-        report,
-        parser=functools.partial(_parse_flags, saved_config),
-        user_errors=(*USER_ERRORS, OutOfMemory),
-        message=_message,
-    )
+    parser = functools.partial(_parse_flags, saved_config)
+    command_line.run(report, parser=parser, user_errors=(*USER_ERRORS, OutOfMemory), message=_message)
 
 
 def _resumable(command: Callable[[], Any]) -> None:

@@ -78,4 +78,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("batch_size", None, meaning, lower_bound=1)
     meaning = "Largest number of bad records of a split with --weights, as config.max_bad_records."
     flags.DEFINE_float("max_bad_records", None, meaning, lower_bound=0)
-    command.run_without_workdir(_main, saved_config=True, config=_resolved_config)
+    command.run(_main, saved_config=True, config=_resolved_config)

@@ -26,16 +26,13 @@ _DIM = flags.DEFINE_integer(
 )
 
 
-def export_from_flags(workdir: str) -> None:
-    """Export the run in `workdir` as the flags say.
-
-    Raises:
-      ValueError: `--output` is missing, or see `export`.
-    """
+def main() -> None:
+    """Export the run in `--workdir` as the flags say."""
+    workdir = command.given_workdir()
     if not _OUTPUT.value:
         raise ValueError("expected --output, the folder of the exported model, got none")
     export(workdir, _OUTPUT.value, _FORMAT.value, _DIM.value)
 
 
 if __name__ == "__main__":
-    command.run(export_from_flags, saved_config=True)
+    command.run(main, saved_config=True)

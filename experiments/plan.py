@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run_without_workdir(main, config=command.resolved_config)
+    command.run(main, config=command.resolved_config)

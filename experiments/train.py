@@ -13,5 +13,12 @@ if __name__ == "__main__":
 from experiments import command
 from infcl_jax.run.train import train_process
 
+
+def main() -> None:
+    """Train the run of `--config` in `--workdir`."""
+    workdir = command.given_workdir()
+    train_process(command.chosen_config(), workdir)
+
+
 if __name__ == "__main__":
-    command.run(lambda workdir: train_process(command.chosen_config(), workdir), config=command.resolved_config)
+    command.run(main, config=command.resolved_config)

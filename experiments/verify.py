@@ -40,4 +40,4 @@ def verify_from_flags() -> None:
 
 
 if __name__ == "__main__":
-    command.run_without_workdir(verify_from_flags)
+    command.run(verify_from_flags)

@@ -228,15 +228,14 @@ def _save(figure: Figure, path: Path) -> None:
     say(f"wrote {path}")
 
 
-def answer_from_flags(workdir: str) -> None:
+def answer_from_flags() -> None:
     """Answer the questions of the flags."""
-    config = command.chosen_config()
+    folder, config = Path(command.given_workdir()), command.chosen_config()
     if _STEPS.value is not None:
         warmup = min(config.optimizer.warmup_steps, max(0, _STEPS.value // 10))
         changes = {"total_steps": _STEPS.value, "eval_every": 0, "optimizer.warmup_steps": warmup}
         config = with_changes(config, changes)
     start_devices(config)
-    folder = Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     questions = command_line.names("questions", _QUESTIONS.value, QUESTIONS)
     answer(config, questions, [int(seed) for seed in _SEEDS.value], folder)

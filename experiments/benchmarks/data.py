@@ -216,4 +216,4 @@ def _load() -> str:
 
 
 if __name__ == "__main__":
-    command.run_without_workdir(benchmark_from_flags)
+    command.run(benchmark_from_flags)

@@ -45,11 +45,7 @@ def start_devices(config: RunConfig, workdir: str | Path | None = None) -> Mesh:
 
 
 def start_processes() -> None:
-    """Initialize JAX over all processes and enable the compilation cache, without the settings of a run.
-
-    Raises:
-      ValueError: the cluster settings are incomplete.
-    """
+    """Initialize JAX over all processes and enable the compilation cache, without the settings of a run."""
     distributed.initialize()
     compilation_cache.enable(None, say)
 

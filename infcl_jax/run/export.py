@@ -40,15 +40,7 @@ def export(workdir: str | Path, output: str | Path, format: str | None = None, d
 
 
 def export_weights(workdir: Path, config: CLIPConfig, variables: Any) -> None:
-    """Write the weights of a finished run to `workdir/exported`, for OpenCLIP and `infcl_jax.load`.
-
-    A model that OpenCLIP does not have ends in a warning, not in an error.
-
-    Args:
-      workdir: directory of the run.
-      config: configuration of the model.
-      variables: Flax variables on the host.
-    """
+    """Write the weights of a finished run to `workdir/exported`, or say why they cannot be written."""
     output = workdir / FOLDER
     try:
         save_pretrained(output, config, variables, compare_features=False)

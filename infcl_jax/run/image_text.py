@@ -74,11 +74,7 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
 
     @functools.cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Sizes of the feature prefixes to train and evaluate.
-
-        Raises:
-          ValueError: the sizes are not increasing, or larger than the features of the model.
-        """
+        """Sizes of the feature prefixes to train and evaluate."""
         dims, size = checked_dims("matryoshka", self.config.matryoshka), self.model_config.embed_dim
         if dims and dims[-1] > size:
             raise ValueError(f"expected matryoshka with sizes of at most {size}, the features of the model, got {dims}")
@@ -86,11 +82,7 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
 
     @functools.cached_property
     def precomputed(self) -> tuple[str, ...]:
-        """Frozen towers whose features are cached.
-
-        Raises:
-          ValueError: `cache_frozen` is set without a frozen tower, or the images are augmented at random.
-        """
+        """Frozen towers whose features are cached."""
         config = self.config
         if config.cache_frozen is None:
             return ()

@@ -30,16 +30,7 @@ _TOWER_FIELDS = {"image": "vision", "text": "text"}  # of `CLIPConfig`
 
 
 def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> TrainState:
-    """Replace the initial parameters by those of pretrained weights.
-
-    Args:
-      config: sources.
-      model: configuration of the model.
-      state: initial train state.
-
-    Returns:
-      The state with the parameters and running statistics of the sources, in the dtypes and shardings of `state`.
-      Its moving averages start there.
+    """Replace initial parameters and running statistics by those of pretrained weights, where moving averages start.
 
     Raises:
       FileNotFoundError: a source is missing.
@@ -51,9 +42,9 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
     for tower, path in sources.items():
         if path is not None:
             targets = [name for name in variables if not tower or name.split("/")[1] == TOWERS[tower]]
-            names, patterns = source_names(config.rules, targets)
+            names, patterns = _source_names(config.rules, targets)
             matched |= patterns
-            variables |= _loaded(path, variables, read_variables(path, model, tower), names)
+            variables |= _loaded(path, variables, _read_variables(path, model, tower), names)
             say(f"initialized from {path}: {len(names)} of {len(targets)} tensors")
     unmatched = [pattern for pattern, _ in config.rules if pattern not in matched]
     if unmatched and any(sources.values()):
@@ -64,19 +55,7 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
 
 
 def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> TrainState:
-    """Initialize both encoders from a BERT of Hugging Face.
-
-    A projection keeps its initial values. The moving averages start at the weights.
-
-    Args:
-      path: folder, file or Hub name, see `infcl_jax.models.load_pretrained`.
-      model: configuration of the model.
-      state: initial train state.
-
-    Raises:
-      FileNotFoundError: no such source.
-      ValueError: the source is no BERT, or has another architecture.
-    """
+    """Initialize both encoders from a BERT of Hugging Face, except for a projection."""
     source = open_bert(path, model)
     tied = flat_shapes(variable_shapes(build_model(dataclasses.replace(model, tied=True))))
     shapes = {name: shape for name, shape in tied.items() if "/text_projection/" not in name}
@@ -91,12 +70,7 @@ def initialize_pair(path: str, model: TextPairConfig, state: TrainState) -> Trai
 
 
 def open_bert(path: str, model: TextPairConfig) -> Source:
-    """Open a BERT of Hugging Face with the architecture of a model.
-
-    Raises:
-      FileNotFoundError: no such source.
-      ValueError: the source is no BERT, or has another architecture.
-    """
+    """Open a BERT of Hugging Face with the architecture of a model."""
     source = open_source(path)
     if source.config is None or source.format != "hf":
         raise ValueError(f"expected a BERT of Hugging Face with config.json in {path}, got another model")
@@ -111,16 +85,8 @@ def _with_variables(state: TrainState, variables: Mapping[str, Any]) -> TrainSta
     return state if state.ema_config is None else state.replace(ema=initial_ema(state.averaged))
 
 
-def source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """Return the name in the source of each variable to load.
-
-    Args:
-      rules: see `InitConfig`.
-      names: variables such as "params/visual/proj/kernel".
-
-    Returns:
-      Names in the source by variable, and the patterns that matched.
-    """
+def _source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """Return the name in the source of each variable to load, and the patterns that matched."""
     names_in_source, matched = {}, set()
     for variable in names:
         collection, _, parameter = variable.partition("/")
@@ -135,7 +101,7 @@ def source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tupl
     return names_in_source, matched
 
 
-def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, np.ndarray]:
+def _read_variables(path: str, model: CLIPConfig, tower: str) -> dict[str, np.ndarray]:
     """Read the variables of a source, resized for a model.
 
     Args:
@@ -143,10 +109,6 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
         checkpoints (`WORKDIR/checkpoints/STEP`).
       model: configuration of the model to initialize; also that of a file of OpenCLIP's without a configuration.
       tower: "image" or "text" to check one tower only; "" for the whole model.
-
-    Raises:
-      FileNotFoundError: no such source.
-      ValueError: the source has another architecture.
     """
     workdir, step = run_of(path)
     if workdir is not None:
@@ -163,14 +125,9 @@ def read_variables(path: str, model: CLIPConfig, tower: str = "") -> dict[str, n
 
 
 def _check_architecture(path: str, source: CLIPConfig, model: CLIPConfig, tower: str) -> None:
-    """Check that the source's parameters mean the same in the model.
-
-    Raises:
-      ValueError: a field differs, such as the activation.
-    """
+    """Check that the source's parameters mean the same in the model, such as with the same activation."""
     for name in (tower,) if tower else TOWERS:
-        field = _TOWER_FIELDS[name]
-        theirs, ours = _meaning(source, field), _meaning(model, field)
+        theirs, ours = (_meaning(config, _TOWER_FIELDS[name]) for config in (source, model))
         for key in theirs.keys() | ours.keys():
             if theirs.get(key) != ours.get(key):
                 raise ValueError(
@@ -191,11 +148,7 @@ def _meaning(config: CLIPConfig, field: str) -> dict[str, Any]:
 def _loaded(
     path: str, current: Mapping[str, jax.Array], arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """Place the arrays of a source like the current ones.
-
-    Raises:
-      ValueError: the source lacks some, or has others of another shape.
-    """
+    """Place the arrays of a source like the current ones, in their dtypes."""
     missing = [name for name in names.values() if name not in arrays]
     if missing:
         raise ValueError(f"expected {missing[0]} in {path}, got none ({len(missing)} in all); skip it in init.rules")

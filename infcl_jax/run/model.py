@@ -73,14 +73,7 @@ def run_of(path: str) -> tuple[Path | None, int | None]:
 
 
 def base_model(config: RunConfig) -> CLIPConfig:
-    """Return the model configuration of a run without its overrides.
-
-    Without `model`, it is that of the weights of `init.model`.
-
-    Raises:
-      FileNotFoundError: the weights are missing.
-      ValueError: the model is unknown, or the weights have no configuration.
-    """
+    """Return the model configuration of a run without its overrides, by default that of the weights `init.model`."""
     if config.model is not None or config.init.model is None:
         return model_config(config.model or DEFAULT_MODEL)
     workdir, _ = run_of(config.init.model)
@@ -115,11 +108,7 @@ def read_model_config(config: AnyConfig) -> CLIPConfig:
 
 
 def overridden_model[C: (CLIPConfig, TextPairConfig)](config: RunConfig, base: C) -> C:
-    """Return a model configuration with the precision and the overrides of a run.
-
-    Raises:
-      ValueError: an override is unknown or has the wrong type.
-    """
+    """Return a model configuration with the precision and the overrides of a run."""
     overrides = model_changes(config.precision, config.model_overrides)
     check_model_overrides(base, overrides)
     if isinstance(base, TextPairConfig) and base.text.projection == "none" and "text.projection" not in overrides:
@@ -130,20 +119,10 @@ def overridden_model[C: (CLIPConfig, TextPairConfig)](config: RunConfig, base: C
 def restored_model[C: CLIPConfig | TextPairConfig](
     config: C, workdir: Path, mesh: Mesh, step: int | None = None, dtype: str | None = None
 ) -> tuple[int, C, Any]:
-    """Restore the variables of a checkpoint to evaluate.
-
-    Args:
-      config: configuration of the run's model.
-      workdir: directory of the run.
-      mesh: devices that each get a copy.
-      step: step of the checkpoint; None: the latest.
-      dtype: dtype of activations and features; None: that of the run.
+    """Restore the variables of a checkpoint to evaluate, by default the latest one.
 
     Returns:
-      The step, the configuration with `dtype`, and the variables.
-
-    Raises:
-      FileNotFoundError: there is no such checkpoint.
+      The step, the configuration with `dtype` for activations and features, and the variables, a copy on each device.
     """
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, feature_dtype=None)

@@ -60,11 +60,7 @@ class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
         return pretrained_tokenizer(weights, self.model_config, self.config.text_cleaning)
 
     def pair_texts(self, tokenizer: BaseTokenizer) -> PairTexts:
-        """Return the tokenization of queries and passages.
-
-        Raises:
-          ValueError: queries have more tokens than the context length.
-        """
+        """Return the tokenization of queries and passages."""
         length = self.config.text_retrieval.query_length
         if length is not None and length > tokenizer.context_length:
             raise ValueError(

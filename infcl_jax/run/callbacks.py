@@ -99,14 +99,7 @@ class Callbacks(Callback):
     """Callbacks called one after the other."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        """Check the callbacks.
-
-        Args:
-          callbacks: objects of subclasses of `Callback`.
-
-        Raises:
-          ValueError: `callbacks` is no list or tuple of such objects.
-        """
+        """Check that the callbacks are a list or tuple of objects of subclasses of `Callback`."""
         if not isinstance(callbacks, list | tuple):
             raise ValueError(f"expected a list of callbacks, got {callbacks!r}; write callbacks=[...]")
         for callback in callbacks:

@@ -90,10 +90,7 @@ def plan(
 
 
 def _memory_plan(workload: Workload, memory_limit: int | None) -> str:
-    """Return the memory table, the recommended gradient caching and the largest batch.
-
-    Without a memory limit, only the table and how to give one.
-    """
+    """Return the memory table, the recommended gradient caching and, with a memory limit, the largest batch."""
     table = describe_plan(plan_memory(workload, memory_limit))
     if memory_limit is None:
         kind = jax.devices()[0].device_kind
@@ -116,10 +113,7 @@ def _time(workload: Workload, device: Device, memory_limit: int, steps: int) -> 
 
 
 def _scaling_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:
-    """Return the table of a run on 1, 2, 4, ... `target` GPUs.
-
-    Numbers on which nothing fits, or which do not divide the batch, are left out.
-    """
+    """Return the table of a run on those of 1, 2, 4, ... `target` GPUs on which it fits."""
     counts, plans, error = [1 << power for power in range(target.bit_length())], {}, None
     for count in counts:
         try:

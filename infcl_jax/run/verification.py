@@ -69,7 +69,7 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
             step.undivided(undivided),
             {name: step.encoder(name) for name in names},
             jax.device_get(step.state.params),
-            {name: batch[name] for name in (*names, *step.inputs) if name in batch},
+            {name: batch[name] for name in (*names, *step.loss.batch_inputs) if name in batch},
             mesh=mesh,
             chunk_size=small.grad_cache.chunk_size,
             value_and_grad=step.value_and_grad,
@@ -80,15 +80,7 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
 
 
 def small_config(config: RunConfig, rows: int) -> RunConfig:
-    """Return the settings of a run at small shapes.
-
-    Args:
-      config: settings of the run.
-      rows: batch size.
-
-    Raises:
-      ValueError: a setting is wrong.
-    """
+    """Return the settings of a run at small shapes, with this batch size."""
     task = task_of(config)
     overrides = parse_overrides(config.model_overrides) | _small_model(task)
     changes = {
@@ -138,16 +130,14 @@ def _random_batch(run: Run, loss: Loss) -> dict[str, np.ndarray]:
         shape = (rows, passages, *row.shape[1:]) if name == "passage" else row.shape
         low, high = (0, 256) if row.dtype == np.uint8 else (1, run.task.model_config.text.vocab_size)
         batch[name] = rng.integers(low, high, shape, dtype=row.dtype)
+    shape = rows, _TEACHER_WIDTH
+    index, ids = rng.permutation(2 * rows)[:rows], rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32)
+    teacher = {name: rng.normal(size=shape).astype(np.float32) for name in TEACHER_INPUTS}
     return batch | {
-        "index": rng.permutation(2 * rows)[:rows].astype(np.int32),
-        "ids": rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32),
-        **{name: _random_features(rng, rows) for name in TEACHER_INPUTS},
+        "index": index.astype(np.int32),
+        "ids": ids,
+        **{name: features / np.linalg.norm(features, axis=1, keepdims=True) for name, features in teacher.items()},
     }
-
-
-def _random_features(rng: np.random.Generator, rows: int) -> np.ndarray:
-    features = rng.normal(size=(rows, _TEACHER_WIDTH)).astype(np.float32)
-    return features / np.linalg.norm(features, axis=1, keepdims=True)
 
 
 def _flat_passages(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,21 +150,11 @@ class _Step:
     """Training step of a run as a function of parameters and batch.
 
     Batch entries have one row for each pair or query: passages are `[b, p, ...]`.
-
-    Attributes:
-      run: the run.
-      state: state before the step.
-      loss: loss on the mesh.
     """
 
     run: Run
     state: TrainState
     loss: Loss
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Inputs of the loss besides the model output."""
-        return self.loss.batch_inputs
 
     def value_and_grad(self, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
         """Run the step with an optimizer that stores the gradients."""

@@ -125,23 +125,9 @@ class Setting:
         raise ValueError(f"expected {expected}{' or None' if self.optional else ''}, got {value!r}")
 
 
-def setting(
-    default: Any,
-    meaning: str,
-    values: Range | Collection[str] | None = None,
-    *,
-    fixed: bool = False,
-    shapes: bool = False,
-    evaluated: bool = False,
-    before: Any = _AS_DEFAULT,
-) -> Any:
-    """Declare a field of a `Section` as a setting; its annotation is the type.
-
-    Args:
-      default: default value.
-      meaning: see `Setting`, as the other arguments.
-    """
-    declared = Setting("", None, default, meaning, values, fixed, shapes, evaluated, before)
+def setting(default: Any, meaning: str, values: Range | Collection[str] | None = None, **marks: Any) -> Any:
+    """Declare a field of a `Section` as a setting, whose type is its annotation; for the arguments see `Setting`."""
+    declared = Setting("", None, default, meaning, values, **marks)
     return dataclasses.field(default=default, metadata={METADATA: declared})
 
 

@@ -24,12 +24,7 @@ class SettingsDict(ConfigDict):
     """Settings, or a group of them, that suggests names and takes integers such as 12.8e9."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a value.
-
-        Raises:
-          KeyError: the configuration is locked, and there is no such setting.
-          TypeError: the value has another type.
-        """
+        """Set a value; KeyError if the configuration is locked and has no such setting, TypeError for another type."""
         if key in self:
             kind = self.get_type(key)
             if kind is int:
@@ -203,12 +198,7 @@ def changed_settings(old: RunConfig | ConfigDict, new: RunConfig | ConfigDict) -
 
 
 def keep_recorded(old: RunConfig, new: RunConfig) -> RunConfig:
-    """Return the settings of a resumed run: recorded values in place of defaults that are chosen once, at its start.
-
-    Args:
-      old: settings of the run, from `infcl_jax.run.saved_config`.
-      new: settings with which it is resumed.
-    """
+    """Return the new settings of a resumed run, with old values in place of defaults that are chosen at its start."""
     chosen = (name for name, setting in SETTINGS.items() if setting.resolved_once and new[name] == setting.default)
     changes = {name: old[name] for name in chosen}
     return with_changes(new, changes | (precision_of_overrides(new.model_overrides) if "precision" in changes else {}))
@@ -217,17 +207,7 @@ def keep_recorded(old: RunConfig, new: RunConfig) -> RunConfig:
 def check_fixed(
     changed: Mapping[str, tuple[Any, Any]], names: Collection[str], workdir: str | Path, advice: str
 ) -> None:
-    """Check that fixed settings have not changed.
-
-    Args:
-      changed: changed settings, from `changed_settings`.
-      names: settings that must not change.
-      workdir: directory of the run, for the error message.
-      advice: what to do, the last clause of the error message.
-
-    Raises:
-      ValueError: a setting in `names` has changed.
-    """
+    """Check that the named settings have not changed since the run in `workdir`; `advice` says what to do."""
     for name in names:
         if name in changed:
             old, new = changed[name]
@@ -238,16 +218,7 @@ def check_fixed(
 
 @contextlib.contextmanager
 def name_changes(changed: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
-    """Name the changed settings in a `ValueError` of the body.
-
-    The body restores a checkpoint. Changes of settings with `Setting.shapes` explain why its arrays do not fit.
-
-    Args:
-      changed: changed settings, from `changed_settings`.
-
-    Raises:
-      ValueError: the error of the body, extended by the changed settings.
-    """
+    """Name the changed settings that explain why arrays of a checkpoint do not fit in a `ValueError` of the body."""
     try:
         yield
     except ValueError as error:

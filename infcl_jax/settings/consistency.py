@@ -55,25 +55,13 @@ def total_steps(config: RunConfig, source: Sized | None = None) -> int:
 
 
 def with_total_steps(config: RunConfig, source: Sized | None = None) -> RunConfig:
-    """Return a copy of the configuration whose only length is `total_steps`.
-
-    Args:
-      config: settings of the run.
-      source: training data; None is enough without `epochs`.
-
-    Raises:
-      ValueError: see `total_steps`.
-    """
+    """Return a copy of the configuration whose only length is `total_steps`, see there."""
     lengths = dict.fromkeys(_LENGTHS) | {"total_steps": total_steps(config, source)}
     return dataclasses.replace(config, **lengths)
 
 
 def check_consistency(config: RunConfig) -> None:
-    """Check the settings that limit each other, across the groups.
-
-    Raises:
-      ValueError: settings contradict each other, or have no effect without another one.
-    """
+    """Check that settings do not contradict each other, and none lacks another one that gives it an effect."""
     if config.precision != "auto" and (dtype := parse_overrides(config.model_overrides).get("dtype")) is not None:
         precision = f"precision={config.precision!r}"
         raise ValueError(

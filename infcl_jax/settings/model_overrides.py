@@ -69,10 +69,6 @@ def resolved_precision(precision: str, overrides: str) -> str:
     """Return the precision that "auto" stands for on the default device.
 
     A dtype in `overrides` takes the place of the precision, which then remains "auto".
-
-    Args:
-      precision: setting `precision` of a run.
-      overrides: setting `model_overrides` of a run.
     """
     if precision != "auto" or "dtype" in parse_overrides(overrides):
         return precision

@@ -299,7 +299,7 @@ def build_run(
     fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
     check_fixed(changed, fixed, origin or "", "keep it, or choose another --workdir")
     doing("preparing the model")
-    teacher = load_teacher(config, mesh)
+    teacher = None if config.distill.teacher is None else load_teacher(config, mesh)
     run = Run(config, mesh, source, origin, recorded, changed, teacher, check)
     # Wrong settings end the run here, before its state is created.
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:

@@ -125,10 +125,8 @@ class Teacher:
         return step if self.cache is not None else with_teacher(step, self.model, self.variables, mesh, cache)
 
 
-def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
-    """Load the teacher of a run; None without one."""
-    if config.distill.teacher is None:
-        return None
+def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher:
+    """Load the teacher of a run."""
     encoder, limit = load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config.max_logit_scale
     scale = encoder.logit_scale if limit is None else min(encoder.logit_scale, limit)
     return Teacher(encoder.model, on_host(encoder.variables), encoder.tokenizer, scale, config.distill.cache)

@@ -228,7 +228,9 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
 
     def initialize(self, state: TrainState) -> TrainState:
         """Return a state with the parameters of the settings `init`, see `infcl_jax.run.initialize`."""
-        return initialize(self.config.init, self.model_config, state)
+        init = self.config.init
+        is_new = init.model is init.image is init.text is None
+        return state if is_new else initialize(init, self.model_config, state)
 
     def encoder(
         self, config: CLIPConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int

@@ -47,7 +47,7 @@ def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> Trai
             variables |= _loaded(path, variables, _read_variables(path, model, tower), names)
             say(f"initialized from {path}: {len(names)} of {len(targets)} tensors")
     unmatched = [pattern for pattern, _ in config.rules if pattern not in matched]
-    if unmatched and any(sources.values()):
+    if unmatched:
         raise ValueError(
             f"expected every rule of init.rules to match a parameter, got {unmatched[0]!r}, which does not"
         )

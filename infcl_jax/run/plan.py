@@ -80,7 +80,8 @@ def plan(
             count, limit = devices or start_devices(config).size, limit or device_memory_limit()
         else:
             count, limit = devices or 1, limit or gpu.memory_limit
-        run = Run(config, source=source, teacher=load_teacher(config, data_mesh()))
+        teacher = None if config.distill.teacher is None else load_teacher(config, data_mesh())
+        run = Run(config, source=source, teacher=teacher)
         workload = run.planned(count, limit, None if gpu is None else gpu.implementation)
         if gpu is None or limit is None:
             return _memory_plan(workload, limit)

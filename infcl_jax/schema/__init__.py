@@ -3,7 +3,6 @@
 The layer below all configurations; it knows none of them.
 """
 
-from infcl_jax.schema.section import Section, settings_of
-from infcl_jax.schema.setting import Range, Setting, as_integer, is_a, setting, type_name
+from infcl_jax.schema.setting import Range, Section, Setting, as_integer, is_a, setting, settings_of, type_name
 
 __all__ = ["Range", "Section", "Setting", "as_integer", "is_a", "setting", "settings_of", "type_name"]

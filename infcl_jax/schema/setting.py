@@ -1,11 +1,12 @@
-"""One setting: its type, range and meaning."""
+"""Settings as fields of dataclasses, and trees of them."""
 
 import dataclasses
+import functools
 import math
 import os
 import types
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -14,7 +15,7 @@ _SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 _COUNTS = {2: "two", 3: "three", 4: "four"}
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
 _AS_DEFAULT: Any = object()  # runs without the setting behave like its default
-METADATA = "setting"  # key of a field's `Setting`
+_METADATA = "setting"  # key of a field's `Setting`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Setting:
 def setting(default: Any, meaning: str, values: Range | Collection[str] | None = None, **marks: Any) -> Any:
     """Declare a field of a `Section` as a setting, whose type is its annotation; for the arguments see `Setting`."""
     declared = Setting("", None, default, meaning, values, **marks)
-    return dataclasses.field(default=default, metadata={METADATA: declared})
+    return dataclasses.field(default=default, metadata={_METADATA: declared})
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -189,3 +190,81 @@ def _length(kind: Any) -> int | None:
     """Return the number of entries of a tuple type; None if it is variable."""
     inner = get_args(kind)
     return None if get_origin(kind) is Sequence or Ellipsis in inner else len(inner)
+
+
+class Section:
+    """Base of frozen dataclasses whose fields are settings.
+
+    A field made by `setting` is checked and converted (whole floats to integers, lists to tuples) whenever an object is
+    created. Other fields are further sections, or arguments of the class that no setting gives.
+
+    Keywords of a subclass: `prefix`, the start of the names of its settings, and the marks `fixed`, `shapes` and
+    `evaluated` of `setting`, for all of its fields.
+
+    Examples:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Blur(Section, prefix="blur."):
+      ...     radius: int = setting(1, "radius in pixels", Range(0))
+      >>> Blur(-1)
+      Traceback (most recent call last):
+      ValueError: expected blur.radius >= 0, got -1
+    """
+
+    prefix: ClassVar[str] = ""
+    marks: ClassVar[dict[str, bool]] = {}
+
+    def __init_subclass__(cls, prefix: str = "", **marks: bool) -> None:
+        """Store the keywords of the subclass."""
+        super().__init_subclass__()
+        cls.prefix, cls.marks = prefix, marks
+
+    def __post_init__(self) -> None:
+        for field, setting in self.own_settings().items():
+            object.__setattr__(self, field, setting.check(getattr(self, field)))
+        self.check()
+
+    def check(self) -> None:
+        """Check the fields that limit each other, in subclasses.
+
+        Raises:
+          ValueError: fields contradict each other.
+        """
+
+    @classmethod
+    @functools.cache
+    def own_settings(cls) -> dict[str, Setting]:
+        """Return the settings that the class declares, by field."""
+        hints = get_type_hints(cls)
+        return {
+            field.name: dataclasses.replace(
+                field.metadata[_METADATA], name=cls.prefix + field.name, type=hints[field.name], **cls.marks
+            )
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if _METADATA in field.metadata
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings, those of a section as a dictionary of their own."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {
+            name: value.to_dict() if isinstance(value, Section) else value
+            for name, value in values.items()
+            if name in self.own_settings() or isinstance(value, Section)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a setting or section by its dotted name within this section."""
+        return functools.reduce(getattr, name.split("."), self)
+
+
+def settings_of(section: Section) -> dict[str, Setting]:
+    """Return the settings of a tree of sections by dotted name, with its values as their defaults."""
+    own, settings = section.own_settings(), dict[str, Setting]()
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        value = getattr(section, field.name)
+        if isinstance(value, Section):
+            settings |= settings_of(value)
+        elif field.name in own:
+            setting = dataclasses.replace(own[field.name], default=value)
+            settings[setting.name] = setting
+    return settings

@@ -47,8 +47,7 @@ def test_overrides_of_another_form_are_refused(text):
         parse_overrides(text)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "evaluation.batch_size"])
-@pytest.mark.parametrize("size", [0, -8, 9])
+@pytest.mark.parametrize(("name", "size"), [("batch_size", 0), ("batch_size", -8), ("evaluation.batch_size", 9)])
 def test_batches_must_suit_the_devices(name, size):
     with pytest.raises(ValueError, match=f"^expected {name} to be a multiple of the 8 devices, got {size}$"):
         start_devices(runs.config(**{name: size}))
@@ -63,17 +62,6 @@ def test_devices_cannot_be_simulated_once_jax_has_started():
 def test_simulated_devices_have_no_effect_on_other_platforms(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert start_devices(runs.config(cpu_devices=3)).size == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("total_steps", 0), ("log_every", 0), ("keep_checkpoints", 0), ("eval_every", -1), ("checkpoint_every", -1)],
-)
-def test_counts_out_of_range_are_named(name, value):
-    with pytest.raises(
-        ValueError, match=rf"^expected {name} (>= {value + 1}|in \[{value + 1}, .*\])( or None)?, got {value}$"
-    ):
-        train(runs.config(**{name: value}), "nowhere")
 
 
 def parsed(*arguments, config=None):
@@ -121,13 +109,11 @@ def test_groups_of_settings_are_not_replaced():
         parsed("--config.optimizer={'name': 'sgd'}")
 
 
-@pytest.mark.parametrize("chunk_size", [33, 1000])
-def test_a_chunk_larger_than_the_batch_is_refused(chunk_size, tmp_path):
-    config = runs.config(**{"grad_cache.chunk_size": chunk_size})
+def test_a_chunk_larger_than_the_batch_is_refused(tmp_path):
+    config = runs.config(**{"grad_cache.chunk_size": 33})
     for check in (lambda: train(config, tmp_path), lambda: run.workload(config, 8)):
-        with pytest.raises(ValueError, match=rf"^expected grad_cache.chunk_size <= batch_size=32, got {chunk_size};.*"):
+        with pytest.raises(ValueError, match=r"^expected grad_cache.chunk_size <= batch_size=32, got 33;.*"):
             check()
-    assert run.workload(runs.config(**{"grad_cache.chunk_size": 32}), 8).cache.chunk_size == 32
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,6 @@ MISTAKES = {
         (*TRAIN, "--config.optimizer.lr=1"),
         "no such setting: optimizer.lr; did you mean --config.optimizer.learning_rate[?] --help lists",
     ),
-    "part of an integer": ((*TRAIN, "--config.batch_size=15e-1"), "expected an integer, got '1.5'"),
     "value of another type": ((*TRAIN, "--config.batch_size=many"), "batch_size=many: expected an integer, got 'many'"),
     "unknown flag": ((*TRAIN, "--wrokdir=x"), "wrokdir.*workdir"),
     "words beside the flags": ((*TRAIN, "digits"), "--name=value.*digits"),
@@ -177,10 +162,8 @@ MISTAKES = {
         ("experiments.train", "--config=configs/base.py", "--config.data_dir={tmp}"),
         "python -m experiments.prepare_data --dataset=shapes/quickstart --data_dir=",
     ),
-    "value out of range": ((*TRAIN, "--config.optimizer.beta1=1"), r"expected optimizer.beta1 in \[0, 1\), got 1"),
     "unknown model": ((*TRAIN, "--config.model=huge"), "expected model .*tiny.* got 'huge'"),
     "unknown tokenizer": ((*TRAIN, "--config.tokenizer=bpe"), "expected the tokenizer to be 'bytes', .* got 'bpe'"),
-    "unknown cleaning": ((*TRAIN, "--config.text_cleaning=up"), "expected text_cleaning to be one of .* got 'up'"),
     "no vocabulary": ((*TRAIN, "--config.tokenizer=clip:{tmp}/no"), "expected a CLIP vocabulary at {tmp}/no, got no"),
     "too small a vocabulary": (
         (*TRAIN, "--config.model_overrides=text.vocab_size=100"),
@@ -189,7 +172,6 @@ MISTAKES = {
     "unknown override": ((*TRAIN, "--config.model_overrides=vision.layer=1"), "vision.layer'.*vision.layers"),
     "uneven batch": ((*TRAIN, "--config.batch_size=33"), "multiple of the 4 devices, got 33"),
     "unknown implementation": ((*TRAIN, "--config.implementation=fast"), "implementation.*ring.*fast"),
-    "one number for a range": ((*TRAIN, "--config.augmentation.scale=0.5"), "augmentation.scale .* two numbers"),
     "key of a single value": (
         (*TRAIN, "--config.model_overrides.dtype=x"),
         "no such setting: model_overrides.dtype; .* --config.model_overrides=",
@@ -216,10 +198,9 @@ def test_the_help_lists_flags_and_settings():
         assert f"\n  --{name}=" in stdout
 
 
-@pytest.mark.parametrize("module", ["experiments.train", "experiments.plan"])
-def test_the_printed_configuration_is_a_configuration_file(module, tmp_path):
+def test_the_printed_configuration_is_a_configuration_file(tmp_path):
     arguments = ("--config=configs/digits.py", "--config.batch_size=96", "--config.frozen=('text',)", "--print_config")
-    process = runs.start(module, *arguments, JAX_PLATFORMS="no_such_device")
+    process = runs.start("experiments.train", *arguments, JAX_PLATFORMS="no_such_device")
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
     assert "    config.batch_size = 96  # default: 256\n" in stdout

@@ -76,8 +76,12 @@ def test_features_are_those_of_the_encoder(outputs, expected):
 
 @pytest.mark.parametrize(
     ("extension", "rename"),
-    [("safetensors", 1), ("safetensors", 2 + SHARDS // 2), ("safetensors", 2 + SHARDS), ("npy", 3 + SHARDS)],
-    ids=["manifest", "halfway", "output", "output after keys"],
+    [
+        pytest.param("safetensors", 1, marks=pytest.mark.full, id="manifest"),
+        pytest.param("safetensors", 2 + SHARDS // 2, id="halfway"),
+        pytest.param("safetensors", 2 + SHARDS, marks=pytest.mark.full, id="output"),
+        pytest.param("npy", 3 + SHARDS, id="output after keys"),
+    ],
 )
 def test_a_killed_command_continues_to_the_same_bytes(workdir, tar, outputs, tmp_path, extension, rename):
     output = tmp_path / f"features.{extension}"

@@ -58,12 +58,6 @@ def test_an_evaluation_changes_what_it_uses(run, capsys):
     assert load_config(run) == before
 
 
-def test_a_picture_that_was_drawn_is_announced(run, capsys):
-    results = evaluate(run, {"evaluation.retrieval_dataset": "digits", "evaluation.gallery": 20})
-    assert "retrieval/text_to_image_r10" in results and (run / "retrieval.png").exists()
-    assert capsys.readouterr().out.splitlines()[-1] == f"pictures: {run / 'curves.png'}, {run / 'retrieval.png'}"
-
-
 @pytest.fixture(scope="module")
 def benchmarks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
@@ -98,11 +92,8 @@ def test_benchmarks_evaluate_a_run_during_training(run, benchmarks):
     ("changes", "message"),
     [
         ({"batch_size": 64}, "expected batch_size=32, .* got 64; an evaluation changes only .*data_dir, .*evaluation$"),
-        ({"model": "tiny-shapes"}, "expected model='tiny', .* got 'tiny-shapes'"),
         ({"model_overrides": "text.context_length=40"}, "params/.*; changed since then: model_overrides: '.*' -> '.*'"),
         ({"evaluation.galery": 3}, "got 'evaluation.galery'; did you mean 'evaluation.gallery'"),
-        ({"evaluation.batch_size": "many"}, "expected evaluation.batch_size to be an integer, got 'many'"),
-        ({"evaluation.gallery": 0}, "expected evaluation.gallery >= 1 or None, got 0"),
     ],
 )
 def test_an_evaluation_cannot_change_the_rest(run, changes, message):
@@ -111,9 +102,8 @@ def test_an_evaluation_cannot_change_the_rest(run, changes, message):
     assert not (run / "evaluation.json").exists()
 
 
-@pytest.mark.parametrize("file", [(), ("--config=configs/base.py",)])
-def test_the_configuration_of_an_evaluation_is_printed(run, file):
-    arguments = (f"--workdir={run}", *file, "--config.evaluation.gallery=5", "--print_config")
+def test_the_configuration_of_an_evaluation_is_printed(run):
+    arguments = (f"--workdir={run}", "--config=configs/base.py", "--config.evaluation.gallery=5", "--print_config")
     process = runs.start("experiments.evaluate", *arguments, JAX_PLATFORMS="no_such_device")
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
@@ -140,7 +130,6 @@ COMMANDS = {
     "settings alone": (FLAGS, None),
     "file": (("--config=configs/digits.py", f"--config.model_overrides={runs.OVERRIDES}", *FLAGS), None),
     "file of another model": (("--config=configs/quickstart.py", *FLAGS), "expected model='tiny', .* 'tiny-shapes'"),
-    "setting of the training": (("--config.batch_size=64",), "expected batch_size=32, .* got 64; an evaluation"),
     "misspelt": (("--config.evaluation.galery=3",), "no such setting: .*; did you mean --config.evaluation.gallery"),
 }
 
@@ -152,6 +141,8 @@ def test_the_command_merges_its_settings_into_the_saved_ones(case, run):
     if mistake is None:
         assert (status, stderr) == (0, "")
         assert re.search(r"evaluation.gallery: (None|10) -> 5\n", stdout)
+        assert stdout.endswith(f"pictures: {run / 'curves.png'}, {run / 'retrieval.png'}\n")
+        assert (run / "retrieval.png").exists()
         assert "retrieval/text_to_image_r1" in json.loads((run / "evaluation.json").read_text())
     else:
         assert status == 1
@@ -201,19 +192,10 @@ def test_each_evaluation_of_a_run_is_a_table_once(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(
-            ({name: value}, f"^expected {name}={old!r}, with which .* got {value!r}; keep it, or choose")
-            for name, old, value in [
-                ("batch_size", 32, 64),
-                ("seed", 0, 1),
-                ("model", "tiny", "tiny-shapes"),
-                ("optimizer.name", "adamw", "lamb"),
-            ]
-        ),
+        ({"optimizer.name": "lamb"}, "^expected optimizer.name='adamw', with which .* got 'lamb'; keep it, or choose"),
         ({"split": "validation"}, "^expected 1258 samples, with which .* got 270 in digits, split validation; "),
         ({"optimizer.clip_norm": None}, "opt_state/.*; changed since then: optimizer.clip_norm: 1.0 -> None$"),
         ({"loss": "fastclip_v1"}, "samples/.*; changed since then: loss: 'clip' -> 'fastclip_v1'$"),
-        ({"frozen": ("text",)}, "opt_state/.*; changed since then: frozen: \\[\\] -> \\['text'\\]$"),
     ],
 )
 def test_a_resumed_run_cannot_change_what_its_state_means(run, changes, message):

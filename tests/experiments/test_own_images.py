@@ -92,12 +92,18 @@ def test_two_processes_count_bad_records_together(tmp_path):
     assert read_metrics(f"{tmp_path}/run/{METRICS_FILE}")[-1][f"data/bad_records/{dataset}"] == 3
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    write(folder, 64)
+    (folder / "empty").mkdir()
+    return folder
+
+
 @pytest.mark.parametrize(
     ("dataset", "split", "match"),
     [
         ("missing.tar", "train", "1 of the 1 shards of .* do not exist, the first is .*missing.tar; check the path"),
-        ("missing", "train", "missing does not exist; check the path"),
-        ("nothing-*.tar", "train", "no file matches .*; check the path and the pattern"),
         ("photos?caption=title", "train", "captions.csv has no caption column 'title'; its columns are path, caption"),
         ("photos", "train[64:]", r"expected a split of .* with samples, got 'train\[64:\]' of 64 samples"),
         ("photos", "test", "photos is one split, train, got split 'test'; use train, or bounds"),
@@ -105,10 +111,8 @@ def test_two_processes_count_bad_records_together(tmp_path):
         ("photos?folder=/x", "train", "none of the first 16 images exists, the first is /x/000000.jpg"),
     ],
 )
-def test_mistakes_end_in_one_line(tmp_path, dataset, split, match):
-    write(tmp_path, 64)
-    (tmp_path / "empty").mkdir()
-    flags = [f"--config.dataset={tmp_path}/{dataset}", f"--config.split={split}", "--config.model=tiny"]
+def test_mistakes_end_in_one_line(tmp_path, written, dataset, split, match):
+    flags = [f"--config.dataset={written}/{dataset}", f"--config.split={split}", "--config.model=tiny"]
     status, _, errors = runs.command(
         "experiments.train", "--config=configs/base.py", f"--workdir={tmp_path}/run", *flags
     )

@@ -28,11 +28,7 @@ _SHARED: dict[str, tuple[str | None, str]] = {
 
 @functools.cache
 def shared_flag(name: str) -> flags.FlagHolder:
-    """Define a flag that several commands have, once per process.
-
-    Args:
-      name: a flag of `_SHARED`.
-    """
+    """Define a flag that several commands have, once per process."""
     return flags.DEFINE_string(name, *_SHARED[name])
 
 

@@ -44,11 +44,7 @@ _MAX_BAD = flags.DEFINE_float(
 
 
 def main() -> None:
-    """Embed the dataset of the flags.
-
-    Raises:
-      ValueError: a flag is missing or wrong.
-    """
+    """Embed the dataset of the flags."""
     for flag in (_MODEL, _SOURCE, _OUTPUT):
         if not flag.value:
             raise ValueError("expected --model, --source and --output, got fewer; see --help")

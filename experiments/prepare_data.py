@@ -39,11 +39,7 @@ _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", CLIP_VOCAB_SIZE, "Token ids of 
 
 
 def main() -> None:
-    """Prepare or convert a dataset, or train a tokenizer on it.
-
-    Raises:
-      ValueError: the flags do not belong together, or the dataset is unknown.
-    """
+    """Prepare or convert a dataset, or train a tokenizer on it."""
     tfds.disable_progress_bar()
     outputs = [value for value in (_OUTPUT.value, _TOKENIZER.value) if value is not None]
     if len(outputs) != (_SOURCE.value is not None):

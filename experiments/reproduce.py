@@ -41,16 +41,7 @@ _PAGE = flags.DEFINE_string("page", None, "Write reproduction.md and its picture
 
 
 def reproduce(target: Target, scale: str, workdir: str | Path) -> list[str]:
-    """Measure the cells of a target and write its table, picture and results.
-
-    Args:
-      target: the target.
-      scale: one of `SCALES`.
-      workdir: folder of the results of all scales.
-
-    Returns:
-      Errors of the cells that failed.
-    """
+    """Measure the cells of a target and write its table, picture and results; return errors of cells that failed."""
     folder = Path(workdir, scale)
     cells = target.cells(scale)
     say(f"{target.name}: {target.title}; the paper used {target.paper.hardware}")
@@ -62,11 +53,7 @@ def reproduce(target: Target, scale: str, workdir: str | Path) -> list[str]:
 
 
 def main() -> None:
-    """Run what the flags say.
-
-    Raises:
-      ValueError: a flag is wrong or missing, or cells failed.
-    """
+    """Run what the flags say."""
     if _LIST.value:
         print(overview(list(TARGETS.values())))
         return
@@ -99,13 +86,7 @@ def main() -> None:
 
 
 def _run_all() -> None:
-    """Run every target in a process of its own.
-
-    Targets need different numbers of simulated devices.
-
-    Raises:
-      ValueError: a target failed.
-    """
+    """Run every target in a process of its own, since targets need different numbers of simulated devices."""
     others = [flag for flag in sys.argv[1:] if not flag.lstrip("-").startswith("target=")]
 
     def succeeds(name: str) -> bool:

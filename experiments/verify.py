@@ -25,11 +25,7 @@ _RTOL = flags.DEFINE_float(
 
 
 def verify_from_flags() -> None:
-    """Verify the configuration of `--config` and print the report.
-
-    Raises:
-      ValueError: `--config` is missing, or a setting or flag is wrong.
-    """
+    """Verify the configuration of `--config` and print the report."""
     config = command.chosen_config()
     report = run.verify_run(config, start_devices(config), _RTOL.value)
     say(*str(report).split("\n"))

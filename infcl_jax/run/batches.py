@@ -47,16 +47,7 @@ class LostWorkers:
             self._outputs.attempt(self._path, self._write)
 
     def end(self, error: WorkerLost, first: int, last: int) -> WorkerLost | Interrupted:
-        """Record a lost worker, and return the exception that ends the run.
-
-        Args:
-          error: loss of a worker.
-          first: step that waits for its data.
-          last: latest step whose data the workers may have read.
-
-        Returns:
-          `Interrupted`; an error if another start would meet it again.
-        """
+        """Record a worker lost between two steps, and return `Interrupted`, or an error that another start repeats."""
         if not error.killed:
             return error
         if any(first <= other_last and other_first <= last for other_first, other_last in self._ranges):
@@ -81,11 +72,7 @@ class Batches:
     prints advice if it is large.
 
     Attributes:
-      run: parts of the run.
-      data: training data on the host.
       wait: time that the devices wait for data.
-      lost_workers: steps at which data workers were killed.
-      console: console of the run.
       advised: stages of the data pipeline whose advice is printed.
     """
 

@@ -62,7 +62,6 @@ class Run:
       origin: directory of the resumed or forked run; None for a new one.
       recorded: settings of the run in `origin`; None without them.
       changed: settings that differ from the recorded ones, as (old, new).
-      teacher: teacher of a run with distillation.
       check: function that evaluations call before each batch and task, which may raise to end them.
       say: function that prints a line of progress of evaluations.
     """

@@ -14,18 +14,9 @@ from infcl_jax.settings import RunConfig
 
 
 def start_devices(config: RunConfig, workdir: str | Path | None = None) -> Mesh:
-    """Initialize JAX over all processes and return the mesh of all devices.
+    """Initialize JAX over all processes, enable the compilation cache, and return the mesh of all devices.
 
-    Also enables the persistent compilation cache.
-
-    Args:
-      config: settings of the run.
-      workdir: folder of the run, for the native logs of several processes; None: they go to the terminal.
-
-    Raises:
-      ValueError: a batch size is not a multiple of the device count, or the cluster settings are incomplete. Also if
-        JAX has started with another number of simulated devices, `JAX_PLATFORMS` names a platform without a device, or
-        the folder `compilation_cache` is not writable.
+    With a work directory, the native logs of several processes go there, otherwise to the terminal.
     """
     if config.cpu_devices > 1:
         _simulate_devices(config.cpu_devices)

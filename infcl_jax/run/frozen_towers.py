@@ -50,15 +50,7 @@ class FeatureCache:
     ) -> dict[str, FeatureStore]:
         """Return features by tower, of which those that the cache lacks are computed from images' central squares.
 
-        All processes must call this method.
-
-        Args:
-          towers: frozen towers, "image" or "text".
-          model: model of the towers.
-          variables: its variables.
-          tokenizer: tokenizer of the captions.
-          folder: folder of the cache, or "workdir" for one in the work directory.
-          owner: words for the model in lines of progress, such as "frozen".
+        All processes must call this method. Lines of progress call the towers those of the owner, such as "frozen".
         """
         cache, stores = self.workdir / _FOLDER if folder == _IN_WORKDIR else Path(folder), {}
         for name in towers:

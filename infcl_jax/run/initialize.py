@@ -102,14 +102,7 @@ def _source_names(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tup
 
 
 def _read_variables(path: str, model: CLIPConfig, tower: str) -> dict[str, np.ndarray]:
-    """Read the variables of a source, resized for a model.
-
-    Args:
-      path: a folder, file or Hub name of `infcl_jax.models.load_pretrained`, the work directory of a run, or one of its
-        checkpoints (`WORKDIR/checkpoints/STEP`).
-      model: configuration of the model to initialize; also that of a file of OpenCLIP's without a configuration.
-      tower: "image" or "text" to check one tower only; "" for the whole model.
-    """
+    """Read the variables of weights, a run or a checkpoint, resized for a model of which one tower may be checked."""
     workdir, step = run_of(path)
     if workdir is not None:
         source = read_model_config(saved_config(workdir))

@@ -167,7 +167,11 @@ def test_mistakes_are_one_line(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("captions", "workers"), [((), ("--num_workers=1",)), (("--captions",), ())], ids=["images, workers", "captions"]
+    ("captions", "workers"),
+    [
+        pytest.param((), ("--num_workers=1",), id="images, workers"),
+        pytest.param(("--captions",), (), marks=pytest.mark.full, id="captions"),
+    ],
 )
 def test_two_processes_write_the_rows_of_one(workdir, damaged, tmp_path, captions, workers):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"

@@ -81,13 +81,6 @@ def test_benchmarks_evaluate_a_run(run, benchmarks):
     assert (run / "results.csv").is_file() and (run / "results.html").is_file()
 
 
-def test_benchmarks_evaluate_a_run_during_training(run, benchmarks):
-    where = {"evaluations": ("cifar10",), "evaluation.data_dir": str(benchmarks)}
-    results = train(settings(total_steps=3, **where), run)
-    assert results.keys() == BENCHMARK_RESULTS
-    assert read_metrics(run / "metrics.jsonl")[-1].items() >= results.items()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -149,13 +142,16 @@ def test_the_command_merges_its_settings_into_the_saved_ones(case, run):
         assert re.fullmatch(rf"error: [^\n]*{mistake}[^\n]*\n", stderr), stderr
 
 
-def test_a_resumed_run_says_what_has_changed(run, capsys):
-    train(settings(total_steps=3, log_every=2, **{"optimizer.learning_rate": 1e-4}), run)
+def test_a_resumed_run_says_what_has_changed_and_measures_benchmarks(run, benchmarks, capsys):
+    where = {"evaluations": ("cifar10",), "evaluation.data_dir": str(benchmarks)}
+    results = train(settings(total_steps=3, log_every=2, **where), run)
     said = capsys.readouterr().out.splitlines()
-    changes = ["log_every: 1 -> 2", "optimizer.learning_rate: 0.001 -> 0.0001", "total_steps: 2 -> 3"]
+    changes = [f"evaluation.data_dir: None -> '{benchmarks}'", "evaluations: [] -> ['cifar10']"]
+    changes += ["log_every: 1 -> 2", "total_steps: 2 -> 3"]
     assert [line.split("  ", 1)[1] for line in said if " -> " in line] == changes
     assert load_config(run)["total_steps"] == 3
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+    *_, last, evaluated = read_metrics(run / "metrics.jsonl")
+    assert (last["step"], results.keys()) == (3, BENCHMARK_RESULTS) and evaluated.items() >= results.items()
 
 
 def test_moving_averages_are_evaluated_and_epochs_are_saved_as_steps(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def test_a_file_of_weights_needs_the_name_of_its_model(weights, tmp_path):
         infcl_jax.load(weights, model="ViT-B-32")
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_the_command_gives_open_clips_numbers(weights, benchmarks, tmp_path, devices):
     arguments = ("--suite=imagenet_variants", "--evaluations=flickr30k", "--batch_size=8")
     paths = (f"--weights={weights}", f"--data_dir={benchmarks}", f"--output={tmp_path}/out")

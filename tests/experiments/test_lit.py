@@ -100,12 +100,14 @@ def test_the_tower_stays_the_converted_one(case, weights, converted, lit):
     assert len(set(losses(lit))) == STEPS  # the text tower is trained
 
 
+@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_its_features_are_those_of_the_converted_model(weights, lit):
     images = list(np.random.default_rng(0).integers(0, 256, (9, 40, 36, 3), dtype=np.uint8))
     expected, got = (infcl_jax.load(path, batch_size=8).encode_images(images) for path in (weights, lit))
     assert got.tobytes() == expected.tobytes() and np.ptp(got, axis=0).min() > 0
 
 
+@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_the_tower_is_encoded_once(case, weights):
     """Images in place of features add the operations of one forward pass."""
     chunks = {"grad_cache.chunk_size": 16}

@@ -9,11 +9,10 @@ import oracle
 import pytest
 import runs
 
-from infcl_jax import run, train
+from infcl_jax import run
 from infcl_jax.planner import plan_memory
 from infcl_jax.run.build import Run
 from infcl_jax.settings import make_config
-from infcl_jax.training import METRICS_FILE, read_metrics
 
 STEPS = 3
 CHUNKS = {"grad_cache.chunk_size": 16}
@@ -84,25 +83,3 @@ def test_the_plan_leaves_out_the_images():
     cached = plan_memory(run.workload(config("image", cache_frozen="workdir"), 1))
     assert encoded.batch - cached.batch == 32 * (3 * runs.SIDE**2 - 4 * runs.MODEL["embed_dim"])
     assert (cached.optimizer, cached.stored) == (encoded.optimizer, encoded.stored)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_reads_the_features_of_the_first(tmp_path):
-    """It ends with the losses of an uninterrupted run on images, and computes no feature again."""
-    changes = {
-        "total_steps": 2,
-        "optimizer.schedule": "constant",
-        "evaluation.retrieval_dataset": None,
-        "evaluation.zero_shot_dataset": None,
-    }
-    train(config("image", cache_frozen="workdir", **changes), tmp_path / "cached")
-    (folder,) = (tmp_path / "cached" / "features").iterdir()
-    before = {path: path.stat().st_ino for path in folder.iterdir()}
-    changes["total_steps"] = 4
-    train(config("image", cache_frozen="workdir", **changes), tmp_path / "cached")
-    assert {path: path.stat().st_ino for path in folder.iterdir()} == before
-    train(config("image", **changes), tmp_path / "encoded")
-    got, expected = (
-        [line["loss"] for line in read_metrics(tmp_path / name / METRICS_FILE)] for name in ("cached", "encoded")
-    )
-    assert got == expected and len(got) == 4

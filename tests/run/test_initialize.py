@@ -57,8 +57,15 @@ def fresh():
     return run.initial_state(settings(), data_mesh())
 
 
-@pytest.mark.parametrize("path", ["run", "run/checkpoints/1", "open_clip", "open_clip/open_clip_model.safetensors"])
-@pytest.mark.parametrize("part", ["model", "image", "text"])
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("run", "model"),
+        ("run/checkpoints/1", "image"),
+        ("open_clip", "text"),
+        ("open_clip/open_clip_model.safetensors", "image"),
+    ],
+)
 def test_the_named_part_is_loaded_and_the_rest_kept(source, fresh, path, part):
     folder, expected = source
     got = flat(initialized(settings(**{f"init.{part}": str(folder / path)}), fresh))

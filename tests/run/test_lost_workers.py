@@ -13,7 +13,6 @@ KILLED = WorkerLost("data worker 1 of 2 was killed (SIGKILL)", killed=True)
     [
         (None, (10, 12), True),
         (None, (8, 10), True),  # the worker had read less
-        (None, (12, 14), True),
         (None, (7, 9), False),
         (None, (13, 15), False),
         (11, (10, 12), True),

@@ -163,13 +163,6 @@ def test_the_tokenizer_is_that_of_the_weights(folder, tmp_path):
     assert (tokenizer.kind, tokenizer.context_length) == ("hf", 12)
 
 
-def test_moving_averages_start_at_the_weights(folder, tmp_path):
-    state = replicate(oracle.mesh_of(1), initial(GOLDEN_MODEL, 5, ema_decay=0.9))
-    path = hugging_face_folder(tmp_path / "bert", tensors("query/weight/"))
-    state = initialize_pair(path, task_of(settings(folder, model_overrides=GOLDEN_MODEL)).model_config, state)
-    jax.tree.map(np.testing.assert_array_equal, state.ema["params"], state.params)
-
-
 @pytest.mark.parametrize(
     ("devices", "query_chunk", "passage_chunk"),
     [(1, 2, 3), pytest.param(1, None, None, marks=SLOW), pytest.param(5, 5, 5, marks=FULL)],

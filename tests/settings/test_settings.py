@@ -157,7 +157,6 @@ def test_the_recipes_are_valid(config):
     [
         ({"frozen": ("image", "text")}, "expected a tower to train, got frozen="),
         ({"frozen": ("text", "text")}, "expected each tower once in frozen"),
-        ({"ema_warmup": True}, "expected ema_decay with ema_warmup=True"),
         ({"augmentation.scale": (0.9, 0.1)}, "expected augmentation.scale with 0 < low <= high <= 1"),
         ({"optimizer.final_learning_rate": 1.0}, "expected optimizer.final_learning_rate <= optimizer.learning_rate"),
         ({"optimizer.warmup_steps": 1000}, "expected optimizer.warmup_steps < total_steps"),

@@ -129,19 +129,12 @@ def _resumable(command: Callable[[], Any]) -> None:
         raise
 
 
-def chosen_changes() -> dict[str, Any]:
-    """Return the overrides `--config.NAME=VALUE`, by dotted name."""
+def chosen_file_and_changes() -> tuple[str | None, dict[str, Any]]:
+    """Return `--config=FILE`, None for the saved configuration, and the overrides `--config.NAME=VALUE`."""
     chosen_config()
     flag: Any = flags.FLAGS["config"]
-    return dict(flag.override_values)
-
-
-def chosen_file() -> str | None:
-    """Return the file given as `--config=FILE`, or None for the saved configuration."""
-    chosen_config()
-    flag: Any = flags.FLAGS["config"]
-    name = str(flag.config_filename)
-    return None if name.startswith(f"{saved.__file__}:") else name
+    is_saved = str(flag.config_filename).startswith(f"{saved.__file__}:")
+    return None if is_saved else flag.config_filename, dict(flag.override_values)
 
 
 def _parse_flags(saved_config: bool, argv: list[str]) -> list[str]:

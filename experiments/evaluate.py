@@ -26,9 +26,10 @@ def _given_changes() -> dict[str, Any]:
     Includes every override `--config.NAME=VALUE`. Of `--config=FILE` it includes the settings that an evaluation can
     change, and the model, so that another model than the run's is an error.
     """
-    changes = {"evaluations": _chosen_evaluations(), "evaluation.data_dir": flags.FLAGS.data_dir}
-    changes = command.chosen_changes() | {name: value for name, value in changes.items() if value}
-    if command.chosen_file() is None:
+    file, changes = command.chosen_file_and_changes()
+    further = {"evaluations": _chosen_evaluations(), "evaluation.data_dir": flags.FLAGS.data_dir}
+    changes |= {name: value for name, value in further.items() if value}
+    if file is None:
         return changes
     chosen = flattened(command.chosen_config())
     # Settings that a run chooses at its start, such as precision, stay as it chose them.

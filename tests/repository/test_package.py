@@ -51,7 +51,10 @@ def test_every_folder_has_an_init_file():
 
 def test_types_are_published():
     patterns = _SETUPTOOLS["package-data"]["infcl_jax"]
-    assert [path.name for pattern in patterns for path in (_ROOT / _LIBRARY).glob(pattern)] == ["py.typed"]
+    assert [path.name for pattern in patterns for path in (_ROOT / _LIBRARY).glob(pattern)] == [
+        "py.typed",
+        "__init__.pyi",
+    ]
 
 
 def test_the_import_is_light_and_knows_its_version():

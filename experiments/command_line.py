@@ -17,32 +17,31 @@ from infcl_jax.runtime.exit_codes import USER_ERRORS
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not only its message.")
 flags.disclaim_key_flags()  # a shared flag belongs to the command that asks for it, in its --help
 
-_SHARED: dict[str, tuple[str | None, str]] = {
-    "model": (None, "Work directory of a run, or folder or Hub name of a pretrained model, see `infcl_jax.load`."),
-    "source": (None, "Dataset to read, see `infcl_jax.data.load_source`."),
-    "split": ("train", "Split of --source."),
-    "output": (None, "File or folder to write."),
-    "data_dir": ("data", "Folder of the prepared datasets."),
+_SHARED: dict[str, tuple[Any, ...]] = {  # function that defines a flag, with its arguments after the name
+    "model": (
+        flags.DEFINE_string,
+        None,
+        "Work directory of a run, or folder or Hub name of a pretrained model, see `infcl_jax.load`.",
+    ),
+    "source": (flags.DEFINE_string, None, "Dataset to read, see `infcl_jax.data.load_source`."),
+    "split": (flags.DEFINE_string, "train", "Split of --source."),
+    "output": (flags.DEFINE_string, None, "File or folder to write."),
+    "data_dir": (flags.DEFINE_string, "data", "Folder of the prepared datasets."),
+    "max_image_pixels": (
+        flags.DEFINE_integer,
+        None,
+        "Largest number of pixels of an image file. Default: that of the run, or 100 million.",
+        4,
+    ),
+    "precision": (flags.DEFINE_enum, "auto", ("auto", "bf16", "fp32"), "Dtype of the towers, as config.precision."),
 }
 
 
 @functools.cache
 def shared_flag(name: str) -> flags.FlagHolder:
     """Define a flag that several commands have, once per process."""
-    return flags.DEFINE_string(name, *_SHARED[name])
-
-
-@functools.cache
-def pixel_limit_flag() -> flags.FlagHolder:
-    """Define the flag of the largest image, once per process."""
-    meaning = "Largest number of pixels of an image file. Default: that of the run, or 100 million."
-    return flags.DEFINE_integer("max_image_pixels", None, meaning, lower_bound=4)
-
-
-@functools.cache
-def precision_flag() -> flags.FlagHolder:
-    """Define the flag of the towers' dtype, once per process."""
-    return flags.DEFINE_enum("precision", "auto", ("auto", "bf16", "fp32"), "Dtype of the towers, as config.precision.")
+    define, *arguments = _SHARED[name]
+    return define(name, *arguments)
 
 
 def option(default: Any, meaning: str, **settings: Any) -> Any:

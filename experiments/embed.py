@@ -22,10 +22,9 @@ from infcl_jax.run.embed import embed
 from infcl_jax.run.load import load_encoder
 from infcl_jax.runtime.console import say
 
-_MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR = map(
-    command_line.shared_flag, ("model", "source", "output", "split", "data_dir")
+_MODEL, _SOURCE, _OUTPUT, _SPLIT, _DATA_DIR, _MAX_PIXELS = map(
+    command_line.shared_flag, ("model", "source", "output", "split", "data_dir", "max_image_pixels")
 )
-_MAX_PIXELS = command_line.pixel_limit_flag()
 _CAPTIONS = flags.DEFINE_bool("captions", False, "Encode the captions instead of the images.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 256, "Images or captions encoded at once, over all devices.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Dtype of activations, such as bfloat16. Default: that of the model.")

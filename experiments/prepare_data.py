@@ -28,12 +28,13 @@ from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.runtime.outputs import print_line
 
 _DATASET = flags.DEFINE_string("dataset", "shapes/quickstart", "Dataset name, with its TFDS config if it has one.")
-_DATA_DIR, _SOURCE, _OUTPUT, _SPLIT = map(command_line.shared_flag, ("data_dir", "source", "output", "split"))
+_DATA_DIR, _SOURCE, _OUTPUT, _SPLIT, _MAX_PIXELS = map(
+    command_line.shared_flag, ("data_dir", "source", "output", "split", "max_image_pixels")
+)
 _FORMAT = flags.DEFINE_enum("file_format", FILE_FORMATS[0], FILE_FORMATS, "Format of --output.")
 _MAX_SIDE = flags.DEFINE_integer(
     "max_side", None, "Longest side of the images, in pixels; larger images of --source are resized.", lower_bound=1
 )
-_MAX_PIXELS = command_line.pixel_limit_flag()
 _TOKENIZER = flags.DEFINE_string("train_tokenizer", None, "Folder of a tokenizer to train on --source.")
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", CLIP_VOCAB_SIZE, "Token ids of --train_tokenizer.")
 

@@ -32,7 +32,7 @@ _MODEL = flags.DEFINE_string("model", "ViT-B/32", "Model name, as config.model."
 _OVERRIDES = flags.DEFINE_string(
     "model_overrides", "", "Model changes, such as vision.remat=dots.", allow_override=True
 )
-_PRECISION = command_line.precision_flag()
+_PRECISION = command_line.shared_flag("precision")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 1024, "Global batch size.", lower_bound=1, allow_override=True)
 
 # The run of each start: its settings and the time of the command are arguments.

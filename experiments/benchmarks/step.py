@@ -30,7 +30,7 @@ from infcl_jax.training import GradCacheConfig
 RECORDS_FILE = "benchmark_step.jsonl"
 PICTURE_FILE = "benchmark_step.png"
 
-_PRECISION = command_line.precision_flag()
+_PRECISION = command_line.shared_flag("precision")
 _from_flags = command_line.define_flags(Settings)
 
 

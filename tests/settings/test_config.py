@@ -1,5 +1,9 @@
 """Configurations from changed settings."""
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 import runs
 
@@ -73,6 +77,16 @@ def test_whole_floats_are_integers():
         assert values == (12_800_000_000, 10_000, 100) and {type(value) for value in values} == {int}
     with pytest.raises(TypeError):
         config.batch_size = 1.5
+
+
+def test_values_take_the_type_of_their_setting():
+    changes = {"batch_size": np.int64(3), "data_dir": Path("a/b"), "augmentation.scale": [np.float32(0.5), 1]}
+    config = make_config(changes | {"optimizer.learning_rate": 1})
+    values = config.batch_size, config.data_dir, config.augmentation.scale, config.optimizer.learning_rate
+    assert values == (3, "a/b", (0.5, 1), 1.0)
+    assert [type(value) for value in values] == [int, str, tuple, float]
+    with pytest.raises(ValueError, match=r"^expected batch_size to be an integer, got True$"):
+        dataclasses.replace(config, batch_size=True)
 
 
 def test_a_wrong_name_in_a_configuration_has_a_suggestion():

@@ -9,7 +9,7 @@ from typing import Any
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.stages import limiting_stage
 from infcl_jax.data.workers import WorkerLost
-from infcl_jax.run.build import Run
+from infcl_jax.run.base import Run
 from infcl_jax.runtime.console import process_prefix
 from infcl_jax.runtime.data_wait import DataWait
 from infcl_jax.runtime.exit_codes import Interrupted

@@ -8,8 +8,8 @@ from typing import Any
 from infcl_jax import run
 from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, write_results
 from infcl_jax.evaluation.writers import EVALUATION_FILE, GRID_FILE
-from infcl_jax.run.build import Run
 from infcl_jax.run.devices import start_devices, start_processes
+from infcl_jax.run.kinds import make_run
 from infcl_jax.run.load import load_encoder
 from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
 from infcl_jax.runtime.console import say
@@ -59,7 +59,7 @@ def evaluate(workdir: str | Path, changes: Mapping[str, Any] | None = None) -> d
     config, changed = changed_config(workdir, changes or {})
     mesh = start_devices(config, workdir)
     workdir = prepare_workdir(workdir)
-    built = Run(config, mesh, run.sample_source(config), origin=workdir, say=say)
+    built = make_run(config, mesh, run.sample_source(config), origin=workdir, say=say)
     suite, state = built.suite, built.init.create()
     with Checkpointer(workdir) as checkpoints:
         step = checkpoints.latest_step()

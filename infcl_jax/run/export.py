@@ -5,8 +5,8 @@ from typing import Any
 
 from infcl_jax.inference.pretrained_tokenizer import copy_tokenizer
 from infcl_jax.models import CLIPConfig, save_pretrained
+from infcl_jax.run.kinds import make_run
 from infcl_jax.run.model import saved_config
-from infcl_jax.run.task import task_of
 from infcl_jax.runtime.console import say
 
 FOLDER = "exported"  # in the work directory
@@ -36,7 +36,7 @@ def export(workdir: str | Path, output: str | Path, format: str | None = None, d
     """
     if format not in (None, *FORMATS):
         raise ValueError(f"expected format to be one of {FORMATS}, got {format!r}")
-    return task_of(saved_config(workdir)).export(Path(workdir), Path(output), format, dim)
+    return make_run(saved_config(workdir), origin=Path(workdir)).export(Path(output), format, dim)
 
 
 def export_weights(workdir: Path, config: CLIPConfig, variables: Any) -> None:

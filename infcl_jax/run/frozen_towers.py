@@ -14,10 +14,8 @@ from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models import CLIP, TOWERS
-from infcl_jax.run.load import load_encoder
-from infcl_jax.runtime.mesh import flat_mesh, to_host
+from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.processes import gather, local_processes
-from infcl_jax.settings import RunConfig
 from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.step import TrainStep
@@ -115,10 +113,3 @@ class Teacher:
     def with_features(self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
         """Return a step that gets the teacher's features of its batch, encoded in the chunks of the step."""
         return step if self.cache is not None else with_teacher(step, self.model, self.variables, mesh, cache)
-
-
-def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher:
-    """Load the teacher of a run."""
-    encoder, limit = load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config.max_logit_scale
-    scale = encoder.logit_scale if limit is None else min(encoder.logit_scale, limit)
-    return Teacher(encoder.model, on_host(encoder.variables), encoder.tokenizer, scale, config.distill.cache)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,11 +37,11 @@ from infcl_jax.inference.pretrained_tokenizer import (
 )
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.losses.matryoshka import checked_dims
-from infcl_jax.models import CLIP, CLIPConfig, build_model, save_pretrained
+from infcl_jax.models import CLIPConfig, build_model, save_pretrained
 from infcl_jax.models.convert import export_stablehlo, open_source
 from infcl_jax.models.registry import prefix_model
 from infcl_jax.ops.color import ColorBatch, with_colors
-from infcl_jax.run.base_task import BaseTask
+from infcl_jax.run.base import Run
 from infcl_jax.run.initialize import initialize
 from infcl_jax.run.model import base_model, restored_model, run_of, saved_config
 from infcl_jax.runtime.console import say
@@ -56,11 +56,10 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
+class ImageTextRun(Run[CLIPConfig, Encoder]):
     """Contrastive training of a `CLIP` model."""
 
     unit: ClassVar[str] = "images"
-    passages: ClassVar[int] = 1
 
     @functools.cached_property
     def base_model(self) -> CLIPConfig:
@@ -107,26 +106,24 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
         if (copied := workdir / TOKENIZER_FOLDER).is_dir():
             length = self.model_config.text.context_length
             return load_tokenizer(str(copied), length, clean=self.config.text_cleaning)
-        return ImageTextTask(saved_config(workdir)).tokenizer()
+        return ImageTextRun(saved_config(workdir)).tokenizer
 
-    def source(self) -> Source:
+    def open_data(self) -> Source:
         """Open the training data, see `infcl_jax.data.load_source`."""
         return load_source(self.config.dataset, self.config.split, self.config.data_dir)
 
-    def training_data(
+    def read(
         self,
-        source: Source,
         tokenizer: BaseTokenizer,
-        mesh: Mesh,
         features: Mapping[str, FeatureStore] | None = None,
         teacher: TeacherTokens | TeacherFeatures | None = None,
     ) -> TrainIterator:
         """Create the iterator over training batches, see `infcl_jax.run.training_data`."""
         config, local = self.config, local_processes()
-        decoders = None if features and "image" in features else self._device_decoders(source, mesh)
+        decoders = None if features and "image" in features else self._device_decoders()
         reading = self.reading() | ({} if decoders is None else {"prefetch_batches": _PREFETCHED})
         return train_iterator(
-            source,
+            self.source,
             tokenizer=tokenizer,
             image_size=self.model_config.vision.image_size,
             max_image_pixels=config.max_image_pixels,
@@ -134,36 +131,36 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
             processes_per_host=local.host,
             augmentation=config.augmentation,
             decoders=decoders,
-            sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+            sharding=NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)),
             features=features,
             positives=config.positives,
             teacher=teacher,
             **reading,
         )
 
-    def _device_decoders(self, source: Source, mesh: Mesh) -> dict[jax.Device, NvImageCodecDecoder] | None:
+    def _device_decoders(self) -> dict[jax.Device, NvImageCodecDecoder] | None:
         """Create the decoder of each device of this process; None if the host decodes."""
         config = self.config
         if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
             return None
         with contextlib.suppress(BadRecordError):
-            if not isinstance(source[0]["image"], bytes):
+            if not isinstance(self.source[0]["image"], bytes):
                 return None
         size = self.model_config.vision.image_size
         try:
-            return open_decoders(mesh.local_devices, config.batch_size // mesh.size, size)
+            return open_decoders(self.mesh.local_devices, config.batch_size // self.mesh.size, size)
         except ValueError as error:
             if config.decode == "nvimgcodec":
                 raise
             _logger.warning("the host decodes images: %s", error)
             return None
 
-    def next_batch(self, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
+    def next_batch(self, data: TrainIterator) -> dict[str, Any]:
         """Return the batch of the next step, with residency "replay" to be read by the step itself."""
         cache = self.config.grad_cache
         if cache.residency == "replay":
-            return replayed(data.next_reader(), cache.chunk_size, mesh, self.precomputed)
-        return super().next_batch(data, mesh)
+            return replayed(data.next_reader(), cache.chunk_size, self.mesh, self.precomputed)
+        return super().next_batch(data)
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return images and texts, or their cached features, and what the loss and its teacher need."""
@@ -175,7 +172,7 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
             inputs["ids"] = batch["ids"]
         return inputs | {name: batch[name] for name in TEACHER_INPUTS if name in batch}
 
-    def batch_shapes(self, tokenizer: BaseTokenizer, mesh: Mesh) -> dict[str, Any] | None:
+    def batch_shapes(self) -> dict[str, Any] | None:
         """Return the shape, dtype and sharding of each array of a batch, to compile the step before the first one.
 
         None if the batch is not in device memory, or if it has more than images, texts, sample indices and ids.
@@ -183,7 +180,8 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
         config = self.config
         if config.grad_cache.residency != "device" or self.precomputed or config.distill.teacher is not None:
             return None
-        side, sharding = self.model_config.vision.image_size, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        side, axes = self.model_config.vision.image_size, PartitionSpec(self.mesh.axis_names)
+        sharding = NamedSharding(self.mesh, axes)
 
         def array(dtype: Any, *shape: int) -> Any:
             return jax.ShapeDtypeStruct((config.batch_size, *shape), dtype, sharding=sharding)
@@ -191,46 +189,40 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
         image = array(np.uint8, side, side, 3)
         if config.augmentation.adjusts_colors:
             image = ColorBatch(image, array(np.float32, 7))
-        shapes = {"image": image, "text": array(np.int32, tokenizer.context_length)}
+        shapes = {"image": image, "text": array(np.int32, self.tokenizer.context_length)}
         if "index" in loss_class(config.loss).inputs:
             shapes["index"] = array(np.int32)
         if config.positives != "pair":
             shapes["ids"] = array(np.int32, 2)
         return shapes
 
-    def suite(
-        self,
-        model: CLIP,
-        tokenizer: BaseTokenizer,
-        mesh: Mesh,
-        say: Callable[[str], None] | None,
-        check: Callable[[], None] | None,
-    ) -> Suite:
+    def evaluations(self, tokenizer: BaseTokenizer) -> Suite:
         """Open the evaluations, see `infcl_jax.run.evaluation_suite`."""
         config = self.config
         return Suite(
             config.evaluation,
-            model,
+            self.model,
             tokenizer,
             image_size=self.model_config.vision.image_size,
             data_dir=config.data_dir,
-            mesh=flat_mesh(mesh),
+            mesh=flat_mesh(self.mesh),
             implementation=config.implementation,
             train_batch_size=config.batch_size if config.loss == "clip" else None,
             evaluations=config.evaluations,
             prefixes=self.prefixes,
             resize=image_resize(self.model_config),
-            say=say,
-            check=check,
+            say=self.say,
+            check=self.check,
             max_bad_records=config.max_bad_records,
             max_image_pixels=config.max_image_pixels,
         )
 
-    def initialize(self, state: TrainState) -> TrainState:
+    def initialized(self, state: TrainState) -> TrainState:
         """Return a state with the parameters of the settings `init`, see `infcl_jax.run.initialize`."""
         init = self.config.init
-        is_new = init.model is init.image is init.text is None
-        return state if is_new else initialize(init, self.model_config, state)
+        if init.model or init.image or init.text:
+            state = initialize(init, self.model_config, state)
+        return state.with_limited_scale(self.loss.max_logit_scale)
 
     def encoder(
         self, config: CLIPConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int
@@ -239,16 +231,16 @@ class ImageTextTask(BaseTask[CLIPConfig, Encoder]):
         text, resize = suitable_tokenizer(tokenizer, config), image_resize(config)
         return Encoder(build_model(config), variables, text, mesh, batch_size, resize, self.config.max_image_pixels)
 
-    def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> str:
+    def export(self, output: Path, format: str | None, dim: int | None) -> str:
         """Write the latest checkpoint for other programs, see `infcl_jax.export`."""
         mesh = data_mesh(jax.local_devices(backend="cpu")[:1])
-        step, config, variables = restored_model(self.model_config, workdir, mesh)
+        step, config, variables = restored_model(self.model_config, self.origin, mesh)
         if dim is not None:
             config, variables = prefix_model(config, variables, dim)
         if format == "stablehlo":
             checked = export_stablehlo(output, config, variables)
         else:
             checked = save_pretrained(output, config, variables, format or "open_clip")  # type: ignore[arg-type]
-        copy_tokenizer(workdir, output)
-        say(f"exported step {step} of {workdir}: {checked}")
+        copy_tokenizer(self.origin, output)
+        say(f"exported step {step} of {self.origin}: {checked}")
         return checked

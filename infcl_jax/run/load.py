@@ -15,9 +15,9 @@ from infcl_jax.models.convert import convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX, hub_repository
 from infcl_jax.models.open_clip_config import CONFIG_FILE
-from infcl_jax.run.image_text import ImageTextTask
+from infcl_jax.run.image_text import ImageTextRun
+from infcl_jax.run.kinds import make_run
 from infcl_jax.run.model import saved_config
-from infcl_jax.run.task import task_of
 from infcl_jax.runtime.mesh import data_mesh, replicate
 from infcl_jax.training import CHECKPOINTS
 
@@ -64,9 +64,10 @@ def load(
       >>> encoder.embed_dim
       16
     """
-    if model is None and dim is None and (Path(path) / CHECKPOINTS).is_dir():
-        task = task_of(saved_config(Path(path)))
-        return task.load(Path(path), step, tokenizer, dtype, *_devices(mesh, batch_size))
+    folder = Path(path)
+    if model is None and dim is None and (folder / CHECKPOINTS).is_dir():
+        run = make_run(saved_config(folder), origin=folder)
+        return run.load(step, tokenizer, dtype, *_devices(mesh, batch_size))
     encoder = load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size)
     return encoder if dim is None else encoder.prefix(dim)
 
@@ -81,13 +82,14 @@ def load_encoder(
     batch_size: int = 256,
 ) -> Encoder:
     """Load a model of images and texts with its whole features; for arguments and errors see `load`."""
-    mesh, batch_size = _devices(mesh, batch_size)
-    if (Path(path) / CHECKPOINTS).is_dir():
+    folder, (mesh, batch_size) = Path(path), _devices(mesh, batch_size)
+    if (folder / CHECKPOINTS).is_dir():
         if model is not None:
             raise ValueError(f"expected model=None for a run, which has its own, got {model!r}")
-        return ImageTextTask(saved_config(Path(path))).load(Path(path), step, tokenizer, dtype, mesh, batch_size)
+        run = ImageTextRun(saved_config(folder), origin=folder)
+        return run.load(step, tokenizer, dtype, mesh, batch_size)
     configs = (CONFIG_FILE, hugging_face.CONFIG_FILE)
-    files = (Path(path), *(Path(path) / name for name in configs))
+    files = (folder, *(folder / name for name in configs))
     on_hub = str(path).startswith(HUB_PREFIX) or hub_repository(str(path)) is not None
     if not on_hub and not any(file.is_file() for file in files):
         raise ValueError(

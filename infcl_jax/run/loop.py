@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
+from infcl_jax.run.base import Run
 from infcl_jax.run.batches import Batches
-from infcl_jax.run.build import Run
 from infcl_jax.run.callbacks import Callback
 from infcl_jax.run.export import export_weights
 from infcl_jax.run.results import say_results
@@ -90,7 +90,7 @@ class TrainLoop:
             devices=self.run.mesh.size,
             every=config.log_every,
             utilization=self.run.utilization,
-            unit=self.run.task.unit,
+            unit=self.run.unit,
         )
 
     def fit(self, state: TrainState) -> dict[str, float]:
@@ -162,7 +162,7 @@ class TrainLoop:
         if self.run.config.export:
             variables = to_host(state.evaluated_variables)  # a collective
             if is_lead():
-                export_weights(self.workdir, self.run.task.model_config, variables)  # type: ignore[arg-type]
+                export_weights(self.workdir, self.run.model_config, variables)  # type: ignore[arg-type]
 
     def report(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Check, print, record and return the metrics of one step, of which the first one saves the settings."""

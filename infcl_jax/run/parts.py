@@ -11,9 +11,7 @@ from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
-from infcl_jax.models import build_model
-from infcl_jax.run.build import Run
-from infcl_jax.run.task import task_of
+from infcl_jax.run.kinds import make_run
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config
 from infcl_jax.training import TrainState, loss_class
@@ -34,7 +32,7 @@ def training_source(config: AnyConfig) -> Source:
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.data.load_source`.
     """
-    return task_of(make_config(config)).source()
+    return make_run(make_config(config)).open_data()
 
 
 def sample_source(config: AnyConfig) -> Source | None:
@@ -76,9 +74,8 @@ def training_data(
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
-    task = task_of(make_config(config))
-    arguments = tokenizer or task.tokenizer(), data_mesh() if mesh is None else mesh, features, teacher
-    return task.training_data(source, *arguments)  # type: ignore[arg-type]
+    run = make_run(make_config(config), data_mesh() if mesh is None else mesh, source)
+    return run.read(tokenizer or run.tokenizer, features, teacher)  # type: ignore[arg-type]
 
 
 def next_batch(config: AnyConfig, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
@@ -99,7 +96,7 @@ def next_batch(config: AnyConfig, data: TrainIterator, mesh: Mesh) -> dict[str, 
       features, "teacher_image" and "teacher_text", or the latter with the token ids of another tokenizer. The values
       are global arrays on the devices, this process's NumPy arrays, or `Replay`.
     """
-    return task_of(make_config(config)).next_batch(data, mesh)
+    return make_run(make_config(config), mesh).next_batch(data)
 
 
 def text_tokenizer(config: AnyConfig, workdir: str | Path | None = None) -> BaseTokenizer:
@@ -118,7 +115,7 @@ def text_tokenizer(config: AnyConfig, workdir: str | Path | None = None) -> Base
       ValueError: the tokenizer is unknown, its vocabulary is missing, or it does not fit the model.
       ImportError: a package is missing, such as clip-anytorch with CLIP's vocabulary.
     """
-    return task_of(make_config(config)).tokenizer(workdir)
+    return make_run(make_config(config), origin=None if workdir is None else Path(workdir)).tokenizer
 
 
 def evaluation_suite(
@@ -146,9 +143,8 @@ def evaluation_suite(
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
     """
-    task = task_of(make_config(config))
-    arguments = build_model(task.model_config), tokenizer or task.tokenizer()
-    return task.suite(*arguments, mesh, say, check)  # type: ignore[arg-type]
+    run = make_run(make_config(config), mesh, say=say, check=check)
+    return run.evaluations(tokenizer or run.tokenizer)  # type: ignore[arg-type]
 
 
 def loss(
@@ -170,7 +166,7 @@ def loss(
     Raises:
       ValueError: the loss or the implementation is unknown, or a setting is wrong.
     """
-    return Run(make_config(config), mesh, source).make_loss(1.0 if teacher_scale is None else teacher_scale)
+    return make_run(make_config(config), mesh, source).make_loss(1.0 if teacher_scale is None else teacher_scale)
 
 
 def initial_state(config: AnyConfig, mesh: Mesh, source: Source | None = None) -> TrainState:
@@ -192,7 +188,7 @@ def initial_state(config: AnyConfig, mesh: Mesh, source: Source | None = None) -
     Raises:
       ValueError: a setting is wrong, or a rule of the optimizer matches no parameter.
     """
-    return Run(make_config(config), mesh, source).init.create()
+    return make_run(make_config(config), mesh, source).init.create()
 
 
 def workload(
@@ -222,4 +218,7 @@ def workload(
     Raises:
       ValueError: a setting is wrong, or `grad_cache.keep` is -1 without chunks or a memory limit.
     """
-    return Run(make_config(config), source=source).planned(devices, memory_limit, implementation, teacher)
+    from infcl_jax.run.plan import run_workload  # the training of a run does not import the planner
+
+    run = make_run(make_config(config), source=source)
+    return run_workload(run, devices, memory_limit, implementation, teacher)

@@ -1,12 +1,16 @@
 """Plan of a run: memory, recommended gradient caching, largest batch and time of a step."""
 
 import contextlib
+import dataclasses
 
 import jax
 from jax.sharding import use_abstract_mesh
 
+from infcl_jax.ops.pairwise_lse.implementations import best_implementation
 from infcl_jax.planner import (
+    SAFE_SHARE,
     Device,
+    TeacherMemory,
     Workload,
     describe_plan,
     device_memory_limit,
@@ -18,14 +22,18 @@ from infcl_jax.planner import (
     on_devices,
     plan_memory,
     step_time,
+    store_activations,
+    tree_bytes,
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run import sample_source
-from infcl_jax.run.build import Run
+from infcl_jax.run.base import Run
+from infcl_jax.run.build import load_teacher
 from infcl_jax.run.devices import start_devices
-from infcl_jax.run.frozen_towers import load_teacher
+from infcl_jax.run.kinds import make_run
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config, with_total_steps
+from infcl_jax.training.grad_cache import KEEP_MOST
 
 _LARGEST_TARGET = 1024
 
@@ -81,8 +89,8 @@ def plan(
         else:
             count, limit = devices or 1, limit or gpu.memory_limit
         teacher = None if config.distill.teacher is None else load_teacher(config, data_mesh())
-        run = Run(config, source=source, teacher=teacher)
-        workload = run.planned(count, limit, None if gpu is None else gpu.implementation)
+        run = make_run(config, source=source, teacher=teacher)
+        workload = run_workload(run, count, limit, None if gpu is None else gpu.implementation)
         if gpu is None or limit is None:
             return _memory_plan(workload, limit)
         if target is not None:
@@ -125,3 +133,40 @@ def _scaling_table(workload: Workload, device: Device, memory_limit: int, target
         raise ValueError(f"expected a run that fits on {target} GPUs, got none: {error}")
     times = {count: step_time(plan.workload, device, GPUS_PER_HOST) for count, plan in plans.items()}
     return format_scaling(times, plans, steps)
+
+
+def run_workload(
+    run: Run,
+    devices: int,
+    memory_limit: int | None = None,
+    implementation: str | None = None,
+    teacher: TeacherMemory | None = None,
+) -> Workload:
+    """Return the settings of a run that determine the memory of a step, see `infcl_jax.run.workload`."""
+    config, loss, cache = run.config, run.loss, run.config.grad_cache
+    if teacher is None and run.teacher is not None:
+        teacher = TeacherMemory(run.teacher.model, cached=run.teacher.cache is not None)
+    best, stores_most = implementation or best_implementation(), cache.keep == KEEP_MOST
+    workload = Workload(
+        model=run.model,
+        optimizer=run.optimizer,
+        batch_size=config.batch_size,
+        devices=devices,
+        cache=dataclasses.replace(cache, keep=0) if stores_most else cache,
+        implementation=config.implementation or (best if best in loss.implementations else "xla"),
+        loss=config.loss,
+        ema=config.ema is not None,
+        sample_bytes=tree_bytes(jax.eval_shape(run.init_samples)) // devices,
+        parameter_sharding=config.parameter_sharding,
+        frozen=config.frozen,
+        unlocked_groups=config.unlocked_groups,
+        precomputed=run.precomputed,
+        passages=run.passages,
+        teacher=teacher,
+        by_id=loss.targets.by_id,
+    )
+    if not stores_most:
+        return workload
+    if memory_limit is None:
+        raise ValueError("expected grad_cache.keep >= 0 on devices that do not report their memory, got -1")
+    return store_activations(workload, int(SAFE_SHARE * memory_limit))

@@ -9,7 +9,7 @@ from infcl_jax.data import TrainIterator
 from infcl_jax.data.pipeline import TRUNCATED
 from infcl_jax.data.text_pairs import LEFT_OUT
 from infcl_jax.evaluation import Suite, TextRetrievalSuite, format_table, plot_curves
-from infcl_jax.run.build import Run
+from infcl_jax.run.base import Run
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.outputs import Outputs
 from infcl_jax.runtime.processes import is_lead

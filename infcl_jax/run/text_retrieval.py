@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,8 +25,8 @@ from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer
 from infcl_jax.inference.text_encoder import TextEncoder
-from infcl_jax.models import TextPair, TextPairConfig, text_pair_config
-from infcl_jax.run.base_task import BaseTask
+from infcl_jax.models import TextPairConfig, text_pair_config
+from infcl_jax.run.base import Run
 from infcl_jax.run.initialize import initialize_pair, open_bert
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import data_mesh, flat_mesh
@@ -34,13 +34,10 @@ from infcl_jax.training import TrainState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
+class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
     """Contrastive training of a `TextPair` model."""
 
     unit: ClassVar[str] = "queries"
-    prefixes: ClassVar[tuple[int, ...]] = ()
-    precomputed: ClassVar[tuple[str, ...]] = ()
-    init_logit_scale: ClassVar[float] = 0.0
 
     @property
     def passages(self) -> int:
@@ -68,23 +65,21 @@ class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
             )
         return PairTexts(tokenizer, length, self.config.text_retrieval.separator)
 
-    def source(self) -> Source:
+    def open_data(self) -> Source:
         """Open the training data, see `infcl_jax.data.QuerySource`."""
         return cast(Source, QuerySource(self.config.dataset, self.config.split))
 
-    def training_data(
+    def read(
         self,
-        source: Source,
         tokenizer: BaseTokenizer,
-        mesh: Mesh,
         features: Mapping[str, FeatureStore] | None = None,
         teacher: TeacherTokens | TeacherFeatures | None = None,
     ) -> TrainIterator:
-        """Create the endless iterator over this process's rows of training batches, see `pair_iterator`."""
-        del mesh, features, teacher  # without images to decode, frozen towers and teachers
+        """Create the iterator over training batches, see `pair_iterator`."""
+        del features, teacher  # without frozen towers and teachers
         settings = self.config.text_retrieval
         return pair_iterator(
-            cast(QuerySource, source),
+            cast(QuerySource, self.source),
             self.pair_texts(tokenizer),
             hard_negatives=settings.hard_negatives,
             positive=settings.positive,
@@ -95,21 +90,10 @@ class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
         """Return queries, passages and the mask of passages."""
         return {name: batch[name] for name in ("query", "passage", "passage_mask")}
 
-    def batch_shapes(self, tokenizer: BaseTokenizer, mesh: Mesh) -> None:
-        """Return None: the first step is compiled when it has its batch."""
-
-    def suite(
-        self,
-        model: TextPair,
-        tokenizer: BaseTokenizer,
-        mesh: Mesh,
-        say: Callable[[str], None] | None,
-        check: Callable[[], None] | None,
-    ) -> TextRetrievalSuite:
+    def evaluations(self, tokenizer: BaseTokenizer) -> TextRetrievalSuite:
         """Open the corpus and the questions, see `infcl_jax.run.evaluation_suite`."""
-        del say  # the search is silent
         settings = self.config.text_retrieval
-        suite = TextRetrievalSuite(model, self.pair_texts(tokenizer), flat_mesh(mesh))
+        suite = TextRetrievalSuite(self.model, self.pair_texts(tokenizer), flat_mesh(self.mesh))
         if settings.corpus is None or settings.questions is None:
             return suite
         corpus = Corpus(settings.corpus)
@@ -121,16 +105,17 @@ class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
             questions=read_questions(settings.questions),
             judgments=None if settings.judgments is None else read_judgments(settings.judgments),
             batch_size=self.config.evaluation.batch_size,
-            check=check or (lambda: None),
+            check=self.check or (lambda: None),
             names=(settings.questions, settings.judgments or "the judgments"),
         )
         suite.check_inputs()
         return suite
 
-    def initialize(self, state: TrainState) -> TrainState:
+    def initialized(self, state: TrainState) -> TrainState:
         """Return a state with the parameters of the setting `init.text`."""
-        path = self.config.init.text
-        return state if path is None else initialize_pair(path, self.model_config, state)
+        if self.config.init.text is not None:
+            state = initialize_pair(self.config.init.text, self.model_config, state)
+        return state.with_limited_scale(self.loss.max_logit_scale)
 
     def encoder(
         self, config: TextPairConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int
@@ -138,11 +123,11 @@ class TextRetrievalTask(BaseTask[TextPairConfig, TextEncoder]):
         """Return the encoders of a restored model."""
         return TextEncoder(config, variables, self.pair_texts(tokenizer), mesh, batch_size)
 
-    def export(self, workdir: Path, output: Path, format: str | None, dim: int | None) -> str:
+    def export(self, output: Path, format: str | None, dim: int | None) -> str:
         """Write the latest checkpoint for other programs, see `infcl_jax.export`."""
         if format not in (None, "hf") or dim is not None:
             raise ValueError(f"expected format 'hf' and no dim for a run of text retrieval, got {format!r} and {dim}")
         mesh = data_mesh(jax.local_devices(backend="cpu")[:1])
-        checked = self.load(workdir, None, None, None, mesh, batch_size=1).save(output)
-        say(f"exported {workdir}: {checked}")
+        checked = self.load(None, None, None, mesh, batch_size=1).save(output)
+        say(f"exported {self.origin}: {checked}")
         return checked

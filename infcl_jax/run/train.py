@@ -14,8 +14,9 @@ from infcl_jax.data.dataset_identity import check_same_data, dataset_identity, s
 from infcl_jax.data.workers import WorkerLost, WorkersCannotStart, check_guard
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
+from infcl_jax.run.base import Run
 from infcl_jax.run.batches import Batches, LostWorkers
-from infcl_jax.run.build import Run, build_run
+from infcl_jax.run.build import build_run
 from infcl_jax.run.callbacks import Callback, Callbacks
 from infcl_jax.run.devices import start_devices
 from infcl_jax.run.loop import COMPILING, TrainLoop, evaluates, is_evaluated

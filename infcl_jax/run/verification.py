@@ -14,8 +14,8 @@ from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import ResNetConfig, towers_of
 from infcl_jax.models.clip import row_shapes
-from infcl_jax.run.build import Run
-from infcl_jax.run.task import Task, task_of
+from infcl_jax.run.base import Run
+from infcl_jax.run.kinds import make_run
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import AnyConfig, RunConfig, make_config, parse_overrides, with_changes
 from infcl_jax.training import TrainState, make_train_step
@@ -58,12 +58,12 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
         raise ValueError(f"expected one process, got {jax.process_count()}; simulate devices with cpu_devices")
     small = small_config(make_config(config), _ROWS_PER_DEVICE * mesh.size)
     source: Any = range(2 * small.batch_size)
-    run = Run(small, mesh, source)
+    run = make_run(small, mesh, source)
     step = _Step(run, run.init.create(), run.make_loss(_TEACHER_SCALE))
     batch, names = _random_batch(run, step.loss), towers_of(step.state.params)
     dense = "dense" if "dense" in step.loss.implementations else None
     reference = dataclasses.replace(small, implementation=dense)
-    undivided = Run(reference, source=source).make_loss(_TEACHER_SCALE)
+    undivided = make_run(reference, source=source).make_loss(_TEACHER_SCALE)
     with jax.default_matmul_precision("highest"):
         return verify(
             step.undivided(undivided),
@@ -81,8 +81,8 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
 
 def small_config(config: RunConfig, rows: int) -> RunConfig:
     """Return the settings of a run at small shapes, with this batch size."""
-    task = task_of(config)
-    overrides = parse_overrides(config.model_overrides) | _small_model(task)
+    run = make_run(config)
+    overrides = parse_overrides(config.model_overrides) | _small_model(run)
     changes = {
         "model_overrides": ",".join(f"{name}={value!r}" for name, value in overrides.items()),
         "precision": "auto",  # the overrides have a dtype
@@ -97,14 +97,14 @@ def small_config(config: RunConfig, rows: int) -> RunConfig:
         residency = "device" if config.grad_cache.residency == "device" else "host"
         chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "residency": residency}
         if config.grad_cache.passage_chunk_size is not None:
-            chunk["passage_chunk_size"] = rows * task.passages // _PASSAGE_CHUNKS
+            chunk["passage_chunk_size"] = rows * run.passages // _PASSAGE_CHUNKS
         changes["grad_cache"] = chunk
     return with_changes(config, changes)
 
 
-def _small_model(task: Task) -> dict[str, Any]:
+def _small_model(run: Run) -> dict[str, Any]:
     """Return model overrides: small shapes, fp32 and no dropout."""
-    model, size = task.model_config, _HEAD_DIM * -(-max(task.config.matryoshka, default=1) // _HEAD_DIM)
+    model, size = run.model_config, _HEAD_DIM * -(-max(run.config.matryoshka, default=1) // _HEAD_DIM)
     tower = {"width": size, "layers": 1, "heads": size // _HEAD_DIM, "dropout": 0.0}
     towers: dict[str, Any] = {"text": tower | {"context_length": min(_TOKENS, model.text.context_length)}}
     vision = getattr(model, "vision", None)
@@ -122,13 +122,13 @@ def _random_batch(run: Run, loss: Loss) -> dict[str, np.ndarray]:
 
     The passages of a query are `[p, t]`, the positive first, which is never masked.
     """
-    rng, rows, passages = np.random.default_rng(run.config.seed), run.config.batch_size, run.task.passages
+    rng, rows, passages = np.random.default_rng(run.config.seed), run.config.batch_size, run.passages
     batch = {}
     if "passage_mask" in loss.batch_inputs:
         batch["passage_mask"] = np.arange(passages) < rng.integers(1, passages, (rows, 1), endpoint=True)
     for name, row in row_shapes(run.model, rows).items():
         shape = (rows, passages, *row.shape[1:]) if name == "passage" else row.shape
-        low, high = (0, 256) if row.dtype == np.uint8 else (1, run.task.model_config.text.vocab_size)
+        low, high = (0, 256) if row.dtype == np.uint8 else (1, run.model_config.text.vocab_size)
         batch[name] = rng.integers(low, high, shape, dtype=row.dtype)
     shape = rows, _TEACHER_WIDTH
     index, ids = rng.permutation(2 * rows)[:rows], rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32)
@@ -194,7 +194,7 @@ class _Step:
 
     def undivided(self, one_device: Loss) -> Any:
         """Return the loss on one device as a function of parameters and features."""
-        samples = one_device.init_samples(2 * self.run.config.batch_size, self.run.task.init_logit_scale)
+        samples = one_device.init_samples(2 * self.run.config.batch_size, self.run.init_logit_scale)
 
         def value(params: Any, features: Mapping[str, Any]) -> jax.Array:
             scalars = self.state.apply_fn({"params": params}, method="logit_scale_and_bias")

@@ -7,7 +7,7 @@ import runs
 from configs import base, dpr
 from infcl_jax import run
 from infcl_jax.models import build_model, variable_shapes
-from infcl_jax.run.task import task_of
+from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import check_config, make_config
 
 BERT = 108_891_648  # parameters of bert-base-uncased without its pooler
@@ -55,7 +55,7 @@ def test_settings_are_frozen(changes, chunks):
 
 
 def test_the_model_has_two_berts():
-    model = task_of(make_config(dpr.get_config())).model_config
+    model = make_run(make_config(dpr.get_config())).model_config
     assert (model.text.dropout, model.text.context_length, model.text.pool) == (0.1, 256, "cls")
     shapes = variable_shapes(build_model(model))["params"]
     assert sum(shape.size for shape in jax.tree.leaves(shapes)) == 2 * BERT
@@ -77,7 +77,7 @@ def test_the_tiny_model_needs_no_file_but_the_data():
     config = dpr.get_config("tiny")
     check_config(config)
     assert (config.tokenizer, config.init.text) == (None, None)
-    tokenizer, model = run.text_tokenizer(config), task_of(make_config(config)).model_config
+    tokenizer, model = run.text_tokenizer(config), make_run(make_config(config)).model_config
     assert (tokenizer.kind, tokenizer.context_length, model.text.vocab_size) == ("bytes", 256, 259)
 
 

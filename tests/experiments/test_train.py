@@ -282,12 +282,11 @@ def test_a_run_cannot_end_before_the_step_it_has_reached(finished, uninterrupted
 
 
 def parts(config, **others):
-    """Stands in for `infcl_jax.run.build.Run`."""
-    task = SimpleNamespace(unit="images")
+    """Stands in for `infcl_jax.run.base.Run`."""
     return SimpleNamespace(
         config=make_config(config),
         mesh=data_mesh(),
-        task=task,
+        unit="images",
         utilization=lambda rate: None,
         next_batch=next,
         **others,

@@ -8,9 +8,9 @@ import pytest
 import runs
 
 from infcl_jax import run
-from infcl_jax.run import build, image_text, model
-from infcl_jax.run.build import Run, build_run
-from infcl_jax.run.task import task_of
+from infcl_jax.run import base, image_text, model
+from infcl_jax.run.build import build_run
+from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import make_config
 from infcl_jax.training import TextRetrievalConfig
 
@@ -22,7 +22,7 @@ def counted(monkeypatch, module, name):
 
 
 def test_each_part_is_built_once(monkeypatch):
-    names = ((build, "build_model"), (build, "make_loss"), (model, "model_config"), (image_text, "load_source"))
+    names = ((base, "build_model"), (base, "make_loss"), (model, "model_config"), (image_text, "load_source"))
     counts = {name: counted(monkeypatch, module, name) for module, name in names}
     built = build_run(make_config(runs.config(**{"grad_cache.chunk_size": 16})), oracle.mesh_of(1))
     for _ in range(2):
@@ -41,15 +41,15 @@ def test_the_settings_of_a_built_run_are_resolved():
 
 def test_as_many_chunks_are_stored_as_fit(monkeypatch):
     """The setting stays -1 in the record of the run."""
-    monkeypatch.setattr(build, "device_memory_limit", lambda: 2**30)
-    built = Run(make_config(runs.config(**{"grad_cache.chunk_size": 8, "grad_cache.keep": -1})), oracle.mesh_of(1))
+    monkeypatch.setattr(base, "device_memory_limit", lambda: 2**30)
+    built = make_run(make_config(runs.config(**{"grad_cache.chunk_size": 8, "grad_cache.keep": -1})), oracle.mesh_of(1))
     assert (built.config.grad_cache.keep, built.cache.keep, built.cache.chunk_size) == (-1, 4, 8)
     assert run.workload(built.config, 1, memory_limit=2**30).cache == built.cache
 
 
 def test_chunks_that_do_not_fit_the_devices_are_refused():
     with pytest.raises(ValueError, match=r"grad_cache.chunk_size to be a multiple of the 4 devices, got 6"):
-        _ = Run(make_config(runs.config(**{"grad_cache.chunk_size": 6})), oracle.mesh_of(4)).cache
+        _ = make_run(make_config(runs.config(**{"grad_cache.chunk_size": 6})), oracle.mesh_of(4)).cache
 
 
 def test_the_planner_is_not_imported_to_train():
@@ -64,9 +64,9 @@ def test_the_planner_is_not_imported_to_train():
         ({"model": "bert-tiny", "loss": "retrieval", "text_retrieval": {"hard_negatives": 3}}, "queries", 4),
     ],
 )
-def test_the_model_decides_the_task(settings, unit, passages):
-    task = task_of(make_config(settings))
-    assert (task.unit, task.passages) == (unit, passages)
+def test_the_model_decides_the_kind(settings, unit, passages):
+    run = make_run(make_config(settings))
+    assert (run.unit, run.passages) == (unit, passages)
 
 
 def test_a_text_pair_is_no_model_of_images():

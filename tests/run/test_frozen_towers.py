@@ -11,7 +11,7 @@ import runs
 
 from infcl_jax import run
 from infcl_jax.planner import plan_memory
-from infcl_jax.run.build import Run
+from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import make_config
 
 STEPS = 3
@@ -35,7 +35,7 @@ def source():
 
 
 def losses(config, workdir, devices):
-    built, values = Run(make_config(config), oracle.mesh_of(devices), source()), []
+    built, values = make_run(make_config(config), oracle.mesh_of(devices), source()), []
     state = built.init.create()
     with contextlib.closing(built.training_data(workdir, state, print)) as data:
         for _ in range(STEPS):

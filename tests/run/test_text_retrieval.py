@@ -18,7 +18,7 @@ from infcl_jax import evaluate, run
 from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.models.convert.text_pair import save_text_pair
 from infcl_jax.run.initialize import initialize_pair
-from infcl_jax.run.task import task_of
+from infcl_jax.run.kinds import make_run
 from infcl_jax.runtime.mesh import replicate, shard_batch
 from infcl_jax.training import make_train_step, restore_variables
 
@@ -119,7 +119,7 @@ def tensors(prefix):
 @functools.cache
 def golden_state(folder):
     """State on the host with the golden weights, for a learning rate of 1."""
-    model = task_of(settings(folder, model_overrides=GOLDEN_MODEL)).model_config
+    model = make_run(settings(folder, model_overrides=GOLDEN_MODEL)).model_config
     state = initial(GOLDEN_MODEL, 5, learning_rate=1.0)
     placed, params = replicate(oracle.mesh_of(1), state), dict(state.params)
     for name in params:
@@ -139,7 +139,7 @@ def test_features_are_those_of_transformers(folder, name):
 def test_an_export_has_the_tensors_of_transformers(folder, tmp_path):
     state, model = (
         replicate(oracle.mesh_of(1), golden_state(folder)),
-        task_of(settings(folder, model_overrides=GOLDEN_MODEL)).model_config,
+        make_run(settings(folder, model_overrides=GOLDEN_MODEL)).model_config,
     )
     save_text_pair(tmp_path, model, state.variables, {"query": 8, "passage": 12})
     for name in ("query", "passage"):
@@ -179,7 +179,7 @@ def test_loss_and_gradients_are_those_of_grad_cache(folder, tmp_path, devices, q
     gradients = jax.tree.map(lambda a, b: a - np.asarray(b), before.params, after.params)
     for name in ("query", "passage"):
         path = hugging_face_folder(tmp_path / name, tensors(f"{name}/gradient/"))
-        expected = initialize_pair(path, task_of(config).model_config, after).params[name]
+        expected = initialize_pair(path, make_run(config).model_config, after).params[name]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients[name], expected)
 
 
@@ -196,7 +196,7 @@ def test_weights_of_another_architecture_are_refused(folder, tmp_path, change):
     config, path = settings(folder, model_overrides=f"{GOLDEN_MODEL},{change}"), tmp_path / "bert"
     message = "without pooler.dense.bias" if "pooler" in change else f"expected {change.partition('=')[0]}="
     with pytest.raises(ValueError, match=message):
-        initialize_pair(hugging_face_folder(path, tensors("query/weight/")), task_of(config).model_config, None)
+        initialize_pair(hugging_face_folder(path, tensors("query/weight/")), make_run(config).model_config, None)
 
 
 def test_all_fields_of_another_architecture_are_listed(folder, tmp_path):
@@ -206,7 +206,7 @@ def test_all_fields_of_another_architecture_are_listed(folder, tmp_path):
     with pytest.raises(ValueError, match=r"^expected text\.width=.*; add --config\.model_overrides=") as error:
         run.text_tokenizer(config)  # the first part of a run that opens the folder
     overrides = str(error.value).partition("model_overrides=")[2].partition(", or")[0]
-    model = task_of(dataclasses.replace(config, model_overrides=overrides)).model_config
+    model = make_run(dataclasses.replace(config, model_overrides=overrides)).model_config
     state = initialize_pair(path, model, replicate(oracle.mesh_of(1), initial(GOLDEN_MODEL, 5)))
     assert state.params["query"]["token_embedding"].shape == (BERT["vocab_size"], BERT["hidden_size"])
 
@@ -220,7 +220,7 @@ def test_queries_longer_than_the_context_are_refused(folder):
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_bert_initializes_both_encoders_but_no_projection(folder, tmp_path, tied):
     overrides = f"{GOLDEN_MODEL},text.projection=linear,embed_dim=8,tied={tied}"
-    model = task_of(settings(folder, model_overrides=overrides)).model_config
+    model = make_run(settings(folder, model_overrides=overrides)).model_config
     params = jax.tree.map(lambda x: jnp.ones(x.shape), variable_shapes(build_model(model))["params"])
     path = hugging_face_folder(tmp_path / "bert", tensors("query/weight/"))
     result = initialize_pair(path, model, initial(GOLDEN_MODEL, 5).replace(params=params)).params

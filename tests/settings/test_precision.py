@@ -9,7 +9,7 @@ import pytest
 from infcl_jax import run
 from infcl_jax.planner import device_named
 from infcl_jax.run.evaluate import changed_config
-from infcl_jax.run.task import task_of
+from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import check_config, keep_recorded, make_config, resolved_precision
 
 BF16 = "dtype=bfloat16"
@@ -31,7 +31,7 @@ def test_the_precision_is_the_dtype_of_the_towers_alone(model, settings, device,
     config = make_config(model | settings)
     target = jax.sharding.use_abstract_mesh(device_named(device).mesh) if device else contextlib.nullcontext()
     with target:
-        towers = task_of(config).model_config
+        towers = make_run(config).model_config
     assert (towers.dtype, towers.param_dtype) == (dtype, "float32")
 
 

@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from infcl_jax import run, train
-from infcl_jax.run.build import Run
+from infcl_jax.run.kinds import make_run
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import make_config
 from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory
@@ -52,7 +52,7 @@ def promotion():
 
 def built(changes):
     config = make_config(runs.config(**changes))
-    return Run(config, data_mesh(), run.training_source(config))
+    return make_run(config, data_mesh(), run.training_source(config))
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
@@ -87,7 +87,7 @@ def test_a_batch_of_other_shapes_is_compiled_as_usual():
     "changes", [{"grad_cache.chunk_size": 16, "grad_cache.residency": "host"}, {"distill.teacher": "unread"}]
 )
 def test_other_batches_are_not_announced(changes):
-    assert Run(make_config(runs.config(**changes)), data_mesh()).batch_shapes() is None
+    assert make_run(make_config(runs.config(**changes)), data_mesh()).batch_shapes() is None
 
 
 def test_the_memory_is_that_of_xla():

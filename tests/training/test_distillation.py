@@ -13,8 +13,8 @@ import infcl_jax
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.planner import TeacherMemory, plan_memory
-from infcl_jax.run.build import Run
-from infcl_jax.run.frozen_towers import load_teacher
+from infcl_jax.run.build import load_teacher
+from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import check_config, make_config
 from infcl_jax.training import METRICS_FILE, make_train_step, read_metrics
 
@@ -42,7 +42,7 @@ def config(workdir, **changes):
 
 def captured(config, teacher, mesh, tmp_path):
     """The batch of the first step as the step gets it, and the batch of the pipeline."""
-    built, batches = Run(make_config(config), mesh, run.training_source(config), teacher=teacher), []
+    built, batches = make_run(make_config(config), mesh, run.training_source(config), teacher=teacher), []
     step = teacher.with_features(lambda state, batch: (state, batches.append(batch)), mesh, built.cache)
     with contextlib.closing(built.training_data(tmp_path, built.init.shapes, print)) as data:
         batch = built.next_batch(data)
@@ -97,7 +97,7 @@ def test_a_step_learns_from_the_teacher(workdir, tmp_path):
     teacher, source = load_teacher(make_config(settings), mesh), run.training_source(settings)
     state = run.initial_state(settings, mesh)
     loss = run.loss(settings, mesh, teacher_scale=2 * teacher.scale)
-    cache, divergences = Run(make_config(settings), mesh).cache, []
+    cache, divergences = make_run(make_config(settings), mesh).cache, []
     step = teacher.with_features(make_train_step(loss, settings.seed, cache, mesh), mesh, cache)
     with contextlib.closing(run.training_data(settings, source, TOKENIZER, mesh)) as data:
         batch = run.next_batch(settings, data, mesh)

@@ -1,0 +1,334 @@
+"""Parts of a run, whatever its kind of training data."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from infcl_jax.data import FeatureStore, Source, TrainIterator, check_vocabulary, load_tokenizer
+from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
+from infcl_jax.data.tokenizers import BaseTokenizer
+from infcl_jax.data.tokenizers.byte import ByteTokenizer
+from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
+from infcl_jax.evaluation import Suite, TextRetrievalSuite
+from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side
+from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss, SampleState
+from infcl_jax.losses.base import Targets
+from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, build_model, variable_shapes
+from infcl_jax.models.clip import row_shapes
+from infcl_jax.run.frozen_towers import FeatureCache, Teacher
+from infcl_jax.run.model import overridden_model, restored_model
+from infcl_jax.runtime.mesh import shard_batch
+from infcl_jax.settings import RunConfig, total_steps
+from infcl_jax.training import (
+    GradCacheConfig,
+    TrainState,
+    check_optimizer,
+    loss_class,
+    make_loss,
+    make_optimizer,
+    make_train_step,
+)
+from infcl_jax.training.compiled_step import device_memory_limit
+from infcl_jax.training.grad_cache import KEEP_MOST
+from infcl_jax.training.state import StateInit
+from infcl_jax.training.step import TrainStep
+from infcl_jax.training.utilization import utilization
+
+if TYPE_CHECKING:
+    from infcl_jax.planner import Workload
+
+_SPECS = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}  # by the size of a vocabulary
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
+    """Parts of a run, each built on first use, once: its models have configurations `C`, its encoders are `E`.
+
+    Attributes:
+      unit: name of the rows of a batch.
+      config: settings. Those of `build_run` have values for `total_steps`, `precision` and `model`.
+      mesh: devices over which the batch is sharded; None is enough for a plan, and a loss on one device.
+      source: training data; None is enough for losses without sample state and runs without `epochs`.
+      origin: directory of the resumed or forked run; None for a new one.
+      recorded: settings of the run in `origin`; None without them.
+      changed: settings that differ from the recorded ones, as (old, new).
+      check: function that evaluations call before each batch and task, which may raise to end them.
+      say: function that prints a line of progress of evaluations.
+    """
+
+    unit: ClassVar[str]
+
+    config: RunConfig
+    mesh: Mesh | None = None
+    source: Source | None = None
+    origin: Path | None = None
+    recorded: RunConfig | None = None
+    changed: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    teacher: Teacher | None = None
+    check: Callable[[], None] | None = None
+    say: Callable[[str], None] | None = None
+
+    @property
+    @abc.abstractmethod
+    def base_model(self) -> C:
+        """Model configuration without overrides."""
+
+    @functools.cached_property
+    def model_config(self) -> C:
+        """Model configuration with overrides, see `infcl_jax.run.read_model_config`."""
+        return overridden_model(self.config, self.base_model)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """Flax module of the model."""
+        return build_model(self.model_config)
+
+    @property
+    def passages(self) -> int:
+        """Rows of the second tower for each row of the first."""
+        return 1
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """Sizes of the feature prefixes to train and evaluate."""
+        return ()
+
+    @property
+    def precomputed(self) -> tuple[str, ...]:
+        """Frozen towers whose features are cached."""
+        return ()
+
+    @property
+    def init_logit_scale(self) -> float:
+        """Initial logarithm of the inverse temperature."""
+        return 0.0
+
+    @abc.abstractmethod
+    def tokenizer_of_weights(self) -> BaseTokenizer | None:
+        """Load the tokenizer of the initial weights; None without weights."""
+
+    @functools.cached_property
+    def tokenizer(self) -> BaseTokenizer:
+        """Tokenizer of the texts, which fits the model.
+
+        It is the run's copy, else the setting `tokenizer`, that of the initial weights or that of the vocabulary.
+        """
+        config, text, tokenizer = self.config, self.model_config.text, None
+        spec, size = config.tokenizer, self.base_model.text.vocab_size
+        if self.origin is not None and (copied := self.origin / TOKENIZER_FOLDER).is_dir():
+            spec = str(copied)
+        elif spec is None:
+            spec = _SPECS.get(size)
+            if spec is None or config.model is None:
+                tokenizer = self.tokenizer_of_weights()
+        if tokenizer is None and spec is None:
+            raise ValueError(
+                f"expected a tokenizer for the {size} token ids of the model {config.model!r}, got None; set tokenizer"
+            )
+        tokenizer = tokenizer or load_tokenizer(spec, text.context_length, clean=config.text_cleaning)
+        end_token = text.end_token if isinstance(text, TextConfig) and text.pool == "end" else tokenizer.end_id
+        check_vocabulary(tokenizer, text.vocab_size, end_token)
+        check_padding_side(tokenizer, text)
+        if isinstance(text, BertConfig) and text.pad_id != tokenizer.pad_id:
+            raise ValueError(
+                f"expected text.pad_id={tokenizer.pad_id}, as in the tokenizer {tokenizer.kind!r}, got {text.pad_id}; "
+                "set it in model_overrides, or choose another tokenizer"
+            )
+        return tokenizer
+
+    @functools.cached_property
+    def loss(self) -> Loss:
+        """Training loss on the mesh."""
+        return self.make_loss(1.0 if self.teacher is None else self.teacher.scale)
+
+    def make_loss(self, teacher_scale: float) -> Loss:
+        """Create the loss for a teacher with this inverse temperature, see `infcl_jax.run.loss`."""
+        config = self.config
+        loss = make_loss(
+            config.loss,
+            self.mesh,
+            config.implementation,
+            config.max_logit_scale,
+            targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
+            config=config.global_contrastive,
+            # A batch larger than the dataset is an error of `training_data`, which names both sizes.
+            steps_per_epoch=max(1, self.samples // config.batch_size),
+            optimizer=config.optimizer,
+        )
+        if config.distill.teacher is not None:
+            loss = DistilledLoss.wrap(loss, config.distill.weight, teacher_scale)
+        return MatryoshkaLoss.wrap(loss, self.prefixes) if self.prefixes else loss
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the sample state; 0 for losses without it."""
+        if "samples" not in loss_class(self.config.loss).inputs:
+            return 0
+        if self.source is None:
+            raise ValueError(
+                f"expected a source with loss {self.config.loss!r}, got None; pass training_source(config)"
+            )
+        return len(self.source)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Optimizer, whose rules fit the model."""
+        check_optimizer(self.config.optimizer, variable_shapes(self.model)["params"])
+        return make_optimizer(self.config.optimizer, total_steps(self.config, self.source))
+
+    @functools.cached_property
+    def cache(self) -> GradCacheConfig:
+        """Gradient caching, with as many stored chunks as fit for `grad_cache.keep = -1`."""
+        if self.config.grad_cache.keep == KEEP_MOST:
+            return self.workload.cache
+        cache = self.config.grad_cache
+        cache.check_batch(self.config.batch_size, self.mesh.size)
+        return cache
+
+    @functools.cached_property
+    def workload(self) -> "Workload":
+        """Settings that determine the memory of a step, for the planner."""
+        from infcl_jax.run.plan import run_workload  # the training of a run does not import the planner
+
+        # A collective, which a single process must not start after it has run out of memory.
+        limit = device_memory_limit() if self.config.grad_cache.keep == KEEP_MOST else None
+        return run_workload(self, self.mesh.size, limit)
+
+    def init_samples(self) -> SampleState | None:
+        """Initialize the sample state; None for losses without it."""
+        return self.loss.init_samples(self.samples, self.init_logit_scale)
+
+    @functools.cached_property
+    def init(self) -> StateInit:
+        """Initialization of the train state on the devices."""
+        config = self.config
+        init = StateInit.of(
+            self.model,
+            self.optimizer,
+            tuple(row_shapes(self.model, 1).values()),
+            config.seed,
+            self.mesh,
+            parameter_sharding=config.parameter_sharding,
+            frozen=config.frozen,
+            unlocked_groups=config.unlocked_groups,
+            ema=config.ema,
+        )
+        return init.with_samples(self.init_samples, NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)))
+
+    @functools.cached_property
+    def step(self) -> TrainStep:
+        """Training step, which gets the teacher's features of its batch."""
+        config = self.config
+        arguments = config.seed, self.cache, self.mesh, config.parameter_sharding, config.on_nonfinite
+        step = make_train_step(self.loss, *arguments)
+        return step if self.teacher is None else self.teacher.with_features(step, self.mesh, self.cache)
+
+    @functools.cached_property
+    def suite(self) -> Suite | TextRetrievalSuite:
+        """Evaluations with the tokenizer of the run."""
+        return self.evaluations(self.tokenizer)
+
+    @abc.abstractmethod
+    def evaluations(self, tokenizer: BaseTokenizer) -> Suite | TextRetrievalSuite:
+        """Open the evaluations, see `infcl_jax.run.evaluation_suite`."""
+
+    @functools.cached_property
+    def utilization(self) -> Callable[[float], float | None]:
+        """Function from pairs per second to the model FLOPs utilization, see `infcl_jax.training.utilization`."""
+        config, kind = self.config, self.mesh.devices.flat[0].device_kind
+        unlocked = {name: config.unlocked_groups[name] for name in config.frozen}
+        sizes = config.batch_size, self.mesh.size
+        return utilization(self.model_config, *sizes, kind, unlocked, self.precomputed)
+
+    @abc.abstractmethod
+    def initialized(self, state: TrainState) -> TrainState:
+        """Return the state of a new run with the parameters of the settings `init`."""
+
+    @abc.abstractmethod
+    def open_data(self) -> Source:
+        """Open the training data."""
+
+    def training_data(
+        self, workdir: Path | None = None, state: TrainState | None = None, say: Callable[[str], None] = print
+    ) -> TrainIterator:
+        """Create the iterator over training batches.
+
+        Cached features of frozen towers and of a teacher are computed first, for which all processes must call this
+        method; without a state they are left out, for a finished run.
+        """
+        assert self.source is not None
+        features, teacher = {}, None
+        if workdir is not None and state is not None:
+            cache = FeatureCache(
+                self.source,
+                workdir,
+                rows=(self.cache.chunk_size or self.config.batch_size) // self.mesh.size,
+                devices=self.mesh.local_devices,
+                threads=self.config.num_threads,
+                max_image_pixels=self.config.max_image_pixels,
+                say=say,
+            )
+            if towers := self.precomputed:
+                own = self.model, state.variables, self.tokenizer, self.config.cache_frozen
+                features = cache.features(towers, *own, "frozen")  # type: ignore[arg-type]
+            if self.teacher is not None:
+                teacher = self.teacher.inputs(self.tokenizer, cache)
+        return self.read(self.tokenizer, features, teacher)
+
+    @abc.abstractmethod
+    def read(
+        self,
+        tokenizer: BaseTokenizer,
+        features: Mapping[str, FeatureStore] | None = None,
+        teacher: TeacherTokens | TeacherFeatures | None = None,
+    ) -> TrainIterator:
+        """Create the endless iterator over this process's rows of batches, see `infcl_jax.run.training_data`."""
+
+    def reading(self) -> dict[str, Any]:
+        """Return the arguments that the iterators over training batches share."""
+        names = "batch_size", "seed", "num_workers", "num_threads", "prefetch_batches", "max_bad_records"
+        processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        return {name: self.config[name] for name in names} | processes
+
+    def batch_shapes(self) -> dict[str, Any] | None:
+        """Return shape, dtype and sharding of each array of a batch; None if they are known with the first one only."""
+        return None
+
+    @abc.abstractmethod
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a batch that the step takes."""
+
+    def next_batch(self, data: TrainIterator) -> dict[str, Any]:
+        """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
+        inputs = self.inputs(next(data))
+        if self.config.grad_cache.residency == "host":
+            return inputs
+        return jax.tree.map(
+            lambda array: array if isinstance(array, jax.Array) else shard_batch(self.mesh, array), inputs
+        )
+
+    def load(
+        self, step: int | None, tokenizer: str | BaseTokenizer | None, dtype: str | None, mesh: Mesh, batch_size: int
+    ) -> E:
+        """Load the encoder of a checkpoint in `origin`, see `infcl_jax.load`."""
+        _, config, variables = restored_model(self.model_config, self.origin, mesh, step, dtype)
+        if tokenizer is None:
+            tokenizer = self.tokenizer
+        elif not isinstance(tokenizer, BaseTokenizer):
+            tokenizer = load_tokenizer(tokenizer, config.text.context_length)
+        return self.encoder(config, variables, tokenizer, mesh, batch_size)
+
+    @abc.abstractmethod
+    def encoder(self, config: C, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int) -> E:
+        """Return the encoder of a restored model."""
+
+    @abc.abstractmethod
+    def export(self, output: Path, format: str | None, dim: int | None) -> str:
+        """Write the latest checkpoint in `origin` for other programs, see `infcl_jax.export`."""

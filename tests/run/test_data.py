@@ -47,10 +47,15 @@ def gpu(monkeypatch):
 
 def first_batches(config, mesh, count=3):
     data = run.training_data(config, run.training_source(config), mesh=mesh)
-    assert data.decodes_on_gpus == isinstance(next(data)["image"], jax.Array)
     batches = [run.next_batch(config, data, mesh) for _ in range(count)]
     data.close()
     return batches
+
+
+def test_the_iterator_knows_that_gpus_decode(photographs, gpu):
+    data = run.training_data(photographs(), run.training_source(photographs()), mesh=oracle.mesh_of(1))
+    assert data.decodes_on_gpus
+    data.close()
 
 
 @pytest.mark.parametrize(

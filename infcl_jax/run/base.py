@@ -53,6 +53,10 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
 
     Attributes:
       unit: name of the rows of a batch.
+      passages: rows of the second tower for each row of the first.
+      prefixes: sizes of the feature prefixes to train and evaluate.
+      precomputed: frozen towers whose features are cached.
+      init_logit_scale: initial logarithm of the inverse temperature.
       config: settings. Those of `build_run` have values for `total_steps`, `precision` and `model`.
       mesh: devices over which the batch is sharded; None is enough for a plan, and a loss on one device.
       source: training data; None is enough for losses without sample state and runs without `epochs`.
@@ -64,6 +68,10 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     """
 
     unit: ClassVar[str]
+    passages: ClassVar[Any] = 1
+    prefixes: ClassVar[Any] = ()
+    precomputed: ClassVar[Any] = ()
+    init_logit_scale: ClassVar[Any] = 0.0
 
     config: RunConfig
     mesh: Mesh | None = None
@@ -89,26 +97,6 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     def model(self) -> Any:
         """Flax module of the model."""
         return build_model(self.model_config)
-
-    @property
-    def passages(self) -> int:
-        """Rows of the second tower for each row of the first."""
-        return 1
-
-    @property
-    def prefixes(self) -> tuple[int, ...]:
-        """Sizes of the feature prefixes to train and evaluate."""
-        return ()
-
-    @property
-    def precomputed(self) -> tuple[str, ...]:
-        """Frozen towers whose features are cached."""
-        return ()
-
-    @property
-    def init_logit_scale(self) -> float:
-        """Initial logarithm of the inverse temperature."""
-        return 0.0
 
     @abc.abstractmethod
     def tokenizer_of_weights(self) -> BaseTokenizer | None:
@@ -263,18 +251,9 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         Cached features of frozen towers and of a teacher are computed first, for which all processes must call this
         method; without a state they are left out, for a finished run.
         """
-        assert self.source is not None
         features, teacher = {}, None
         if workdir is not None and state is not None:
-            cache = FeatureCache(
-                self.source,
-                workdir,
-                rows=(self.cache.chunk_size or self.config.batch_size) // self.mesh.size,
-                devices=self.mesh.local_devices,
-                threads=self.config.num_threads,
-                max_image_pixels=self.config.max_image_pixels,
-                say=say,
-            )
+            cache = FeatureCache(self, workdir, say)
             if towers := self.precomputed:
                 own = self.model, state.variables, self.tokenizer, self.config.cache_frozen
                 features = cache.features(towers, *own, "frozen")  # type: ignore[arg-type]

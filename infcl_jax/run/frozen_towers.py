@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
-from infcl_jax.data import FeatureStore, Source, TowerInput, cache_features, feature_key
+from infcl_jax.data import FeatureStore, TowerInput, cache_features, feature_key
 from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
@@ -21,26 +21,19 @@ from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.step import TrainStep
 from infcl_jax.training.teacher import with_teacher
 
+if TYPE_CHECKING:
+    from infcl_jax.run.base import Run
+
 _FOLDER = "features"  # in the work directory
 _IN_WORKDIR = "workdir"  # value of cache_frozen and distill.cache
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureCache:
-    """Computation of the features of all samples, once.
+    """Computation of the features of all samples of a run, once."""
 
-    Attributes:
-      rows: rows encoded at once on each device. Those of a training step give features of the same bits.
-      devices: devices of this process that share the rows.
-      threads: threads that read and decode; None: one per core.
-    """
-
-    source: Source
+    run: "Run"
     workdir: Path
-    rows: int
-    devices: Sequence[jax.Device]
-    threads: int | None
-    max_image_pixels: int
     say: Callable[[str], None]
 
     def features(
@@ -50,25 +43,26 @@ class FeatureCache:
 
         All processes must call this method. Lines of progress call the towers those of the owner, such as "frozen".
         """
-        cache, stores = self.workdir / _FOLDER if folder == _IN_WORKDIR else Path(folder), {}
+        run, config, devices, stores = self.run, self.run.config, self.run.mesh.local_devices, {}
+        rows = (run.cache.chunk_size or config.batch_size) // run.mesh.size  # as in a step, for features of equal bits
         for name in towers:
             weights = on_host(tower_variables(variables, name))
             image_size: int = model.visual.image_size  # type: ignore[attr-defined]
-            tower = TowerInput(name, image_size, tokenizer, self.max_image_pixels)
+            tower = TowerInput(name, image_size, tokenizer, config.max_image_pixels)
             facts = (getattr(model, TOWERS[name]), model.feature_dtype, model.image_mean, model.image_std)
             stores[name] = cache_features(
-                self.source,
+                run.source,
                 tower,
-                frozen_encoder(model.apply, weights, name, self.devices),
-                self.rows * len(self.devices),
-                cache,
-                feature_key(self.source, tower, repr(facts), flatten_dict(weights, sep="/")),
-                threads=self.threads or max(1, usable_cores() // local_processes().cores),
+                frozen_encoder(model.apply, weights, name, devices),
+                rows * len(devices),
+                self.workdir / _FOLDER if folder == _IN_WORKDIR else Path(folder),
+                feature_key(run.source, tower, repr(facts), flatten_dict(weights, sep="/")),
+                threads=config.num_threads or max(1, usable_cores() // local_processes().cores),
                 process_index=jax.process_index(),
                 process_count=jax.process_count(),
                 say=self.say,
             )
-            self.say(f"features of the {owner} {name} tower: {len(self.source)} samples in {stores[name].folder}")
+            self.say(f"features of the {owner} {name} tower: {len(run.source)} samples in {stores[name].folder}")
         if stores:
             gather(None)  # once all processes have written their share
         return stores

@@ -165,8 +165,10 @@ class Training:
         if trains or completes:
             self.console.open_log(self.workdir, self.outputs)
         with contextlib.closing(self.data(run, state, trains)) as data:
-            if trains and not self.owns(run) and is_lead():
-                self.copy_inputs(run)
+            if trains and not self.owns(run) and is_lead():  # copies of files that may move or change
+                folder = self.workdir / TOKENIZER_FOLDER
+                self.outputs.attempt(folder, lambda: run.tokenizer.save(folder))
+                self.outputs.attempt(self.workdir / MODEL_FILE, lambda: save_base_model(run.config, self.workdir))
             memory = None
             if compiled is not None:
                 with self.console.busy(COMPILING, announced=True), explained_out_of_memory(run, memory_limit):
@@ -233,12 +235,6 @@ class Training:
         if run.config.grad_cache.residency != "replay" and trains:
             data.start_prefetch()  # the readers start during the rest of the preparation
         return data
-
-    def copy_inputs(self, run: Run) -> None:
-        """Copy the tokenizer and the model configuration, whose files may move or change, to the work directory."""
-        folder = self.workdir / TOKENIZER_FOLDER
-        self.outputs.attempt(folder, lambda: run.tokenizer.save(folder))
-        self.outputs.attempt(self.workdir / MODEL_FILE, lambda: save_base_model(run.config, self.workdir))
 
     def loop(
         self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, completes: bool, compiled: bool

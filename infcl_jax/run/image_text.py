@@ -40,7 +40,7 @@ from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import CLIPConfig, build_model, save_pretrained
 from infcl_jax.models.convert import export_stablehlo, open_source
 from infcl_jax.models.registry import prefix_model
-from infcl_jax.ops.color import ColorBatch, with_colors
+from infcl_jax.ops.color import with_colors
 from infcl_jax.run.base import Run
 from infcl_jax.run.initialize import initialize
 from infcl_jax.run.model import base_model, restored_model, run_of, saved_config
@@ -180,21 +180,17 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         config = self.config
         if config.grad_cache.residency != "device" or self.precomputed or config.distill.teacher is not None:
             return None
-        side, axes = self.model_config.vision.image_size, PartitionSpec(self.mesh.axis_names)
-        sharding = NamedSharding(self.mesh, axes)
-
-        def array(dtype: Any, *shape: int) -> Any:
-            return jax.ShapeDtypeStruct((config.batch_size, *shape), dtype, sharding=sharding)
-
-        image = array(np.uint8, side, side, 3)
+        side, rows = self.model_config.vision.image_size, config.batch_size
+        shapes: dict[str, tuple[Any, ...]] = {
+            "image": (np.uint8, side, side, 3),
+            "text": (np.int32, self.tokenizer.context_length),
+        }
+        shapes |= {"index": (np.int32,), "ids": (np.int32, 2)}
         if config.augmentation.adjusts_colors:
-            image = ColorBatch(image, array(np.float32, 7))
-        shapes = {"image": image, "text": array(np.int32, self.tokenizer.context_length)}
-        if "index" in loss_class(config.loss).inputs:
-            shapes["index"] = array(np.int32)
-        if config.positives != "pair":
-            shapes["ids"] = array(np.int32, 2)
-        return shapes
+            shapes["color"] = (np.float32, 7)
+        batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (dtype, *shape) in shapes.items()}
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        return jax.tree.map(lambda a: a.update(sharding=sharding), jax.eval_shape(self.inputs, batch))
 
     def evaluations(self, tokenizer: BaseTokenizer) -> Suite:
         """Open the evaluations, see `infcl_jax.run.evaluation_suite`."""

@@ -35,11 +35,6 @@ def build_run(
     """Build a run to train; a resumed run keeps the settings that were chosen at its start.
 
     `doing` gets the name of each phase. For the other arguments see `Run`.
-
-    Raises:
-      ValueError: a setting is wrong, or a resumed run changes a fixed one.
-      FileNotFoundError: a dataset is not prepared, or weights are missing.
-      ImportError: a package of the tokenizer is not installed.
     """
     doing("reading the dataset")
     source = make_run(config).open_data()

@@ -30,13 +30,7 @@ _TOWER_FIELDS = {"image": "vision", "text": "text"}  # of `CLIPConfig`
 
 
 def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> TrainState:
-    """Replace initial parameters and running statistics by those of pretrained weights, where moving averages start.
-
-    Raises:
-      FileNotFoundError: a source is missing.
-      ValueError: a source has another architecture, or a rule matches no parameter.
-      ImportError: `huggingface_hub` is not installed, for a source on the Hub.
-    """
+    """Replace initial parameters and running statistics by those of pretrained weights, where moving averages start."""
     variables, matched = flatten_dict(state.variables, sep="/"), set()
     sources = {"": config.model, "image": config.image, "text": config.text}
     for tower, path in sources.items():

@@ -219,14 +219,8 @@ class TrainLoop:
         """Save a finished step if the body fails, and say so in the error.
 
         A save needs all processes. If another one does not fail within ten seconds, it waits in a collective of the
-        body, and nothing is saved.
-
-        Args:
-          step: finished step.
-          state: its train state.
-          unreported: its metrics if they are not reported.
-          batch_size: `evaluation.batch_size` if the body is an evaluation, whose user errors become a `ValueError` of
-            one line; None: the error gets a note.
+        body, and nothing is saved. With the batch size of an evaluation, the body's user errors become a `ValueError`
+        of one line; other errors get a note.
         """
         try:
             yield

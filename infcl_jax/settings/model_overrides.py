@@ -45,17 +45,7 @@ def parse_overrides(text: str, what: str = "model_overrides") -> dict[str, Any]:
 
 
 def check_model_overrides(model: CLIPConfig | TextPairConfig, overrides: Mapping[str, Any]) -> None:
-    """Check the types of overrides against the model's fields.
-
-    `infcl_jax.models.model_config` rejects unknown keys; this function ignores them.
-
-    Args:
-      model: configuration without the overrides.
-      overrides: values by dotted field name, from `parse_overrides`.
-
-    Raises:
-      ValueError: a value does not have its field's type, or a number is not finite.
-    """
+    """Check the types of overrides against the model's fields; `change_config` refuses unknown ones."""
     for key, value in overrides.items():
         tower, _, field = key.rpartition(".")
         owner = getattr(model, tower, None) if tower else model

@@ -44,14 +44,11 @@ _MEANT = {other: name for name, others in _OTHER_NAMES.items() for other in othe
 
 
 def closest_setting(name: str) -> str | None:
-    """Return the setting that an unknown name probably means; None without one.
+    """Return the setting that an unknown name, dotted or of a field, probably means; None without one.
 
     Examples:
       >>> closest_setting("optimizer.lr"), closest_setting("warmup_step")
       ('optimizer.learning_rate', 'optimizer.warmup_steps')
-
-    Args:
-      name: dotted name, or the field of a group.
     """
     field = name.rpartition(".")[2].lower().replace("-", "_")
     fields: dict[str, str] = {}

@@ -96,8 +96,9 @@ def _task_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     loss, is_pair = config.loss, text_pair_config(config.model) is not None
     expected = "loss='retrieval'" if is_pair else "a BERT such as model='bert-base-uncased'"
     yield is_pair != (loss == "retrieval"), f"expected {expected}, got model={config.model!r} and loss={loss!r}"
+    kind = "loss 'retrieval'" if is_pair else f"{loss=}"
     for name, default in _IMAGES_ONLY.items() if is_pair else dict.fromkeys(_PASSAGES_ONLY).items():
-        yield config[name] != default, f"expected {name}={default!r} with loss={loss!r}, got {config[name]!r}"
+        yield config[name] != default, f"expected {name}={default!r} with {kind}, got {config[name]!r}"
 
 
 def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:

@@ -24,7 +24,7 @@ from infcl_jax.evaluation.metrics import (
     mean_average_precision,
     worst_group_accuracy,
 )
-from infcl_jax.evaluation.results import ExamplePrediction, TaskResult
+from infcl_jax.evaluation.results import TaskResult
 from infcl_jax.evaluation.retrieval import class_ranks, retrieval_map, retrieval_recall
 from infcl_jax.evaluation.tasks import PROBES, Average, Task, task_classes
 from infcl_jax.inference.features import Features, l2_normalize
@@ -92,6 +92,13 @@ class OpenTask:
     def main_metric(self) -> str:
         """Metric that a suite averages."""
         return self.task.main_metric or self.main_metrics[0]
+
+    def result(self, metrics: Mapping[str, float], images: int, **shown: Any) -> TaskResult:
+        """Return a result; the main metric of few-shot classification is that of the largest number of shots."""
+        main_metric = f"{max(self.task.shots)}_shot" if self.kind == "few_shot" else self.main_metric
+        metrics = {name: value for name, value in metrics.items() if name != "top5" or self.has_top5}
+        name, kind = self.task.name, self.kind
+        return TaskResult(name=name, kind=kind, metrics=metrics, main_metric=main_metric, images=images, **shown)
 
 
 def open_task(task: Task, source: Source, train: Source | None = None) -> OpenTask:
@@ -229,7 +236,7 @@ def score_retrieval(opened: OpenTask, features: Features, mesh: Mesh, show: ToIm
     metrics["mean_r1"] = (metrics["image_to_text_r1"] + metrics["text_to_image_r1"]) / 2
     metrics |= retrieval_map(*inputs, text_image=features.text_image)
     examples = () if show is None else retrieval_examples(opened.source, features, mesh, show)
-    return _result(opened, metrics, len(features), examples)
+    return opened.result(metrics, len(features), examples=examples)
 
 
 def score_classification(
@@ -252,7 +259,7 @@ def score_classification(
                 f"expected npy members of {opened.source.name} to stack to {expected}, got {targets.shape}"
             )
         metrics = {"mean_average_precision": mean_average_precision(scores, targets[features.index])}
-        return _result(opened, metrics, len(features))
+        return opened.result(metrics, len(features))
     labeled = features.label >= 0
     ranks, labels = class_ranks(features.image, features.label, classifier, mesh), features.label[labeled]
     metrics = classification_metrics(ranks, labels)
@@ -263,32 +270,24 @@ def score_classification(
         groups = metadata.reshape(len(metadata), -1)[:, 0].astype(np.int64)[features.index][labeled]
         hits = ranks < _GROUP_METRICS[opened.main_metric]
         metrics[opened.main_metric] = worst_group_accuracy(hits, groups, opened.task.ignored_groups)
-    result = _result(opened, metrics, len(features))
     if show is None:
-        return result
+        return opened.result(metrics, len(features))
     names = opened.classes.names
     examples, confusions = classification_examples(opened.source, features, names, classifier, mesh, show)
-    return dataclasses.replace(result, examples=examples, confusions=confusions)
+    return opened.result(metrics, len(features), examples=examples, confusions=confusions)
 
 
 def score_probe(opened: OpenTask, train: Features, test: Features, mesh: Mesh) -> TaskResult:
-    """Train the classifiers of a linear probe or of few-shot classification, and test them.
-
-    Returns:
-      Metrics of `linear_probe` or `few_shot`. The main metric of the latter is that of the largest number of shots.
-
-    Raises:
-      ValueError: there are too few classes or samples, see `linear_probe` and `few_shot`.
-    """
+    """Train the classifiers of `linear_probe` or `few_shot`, and test them."""
     task, samples = opened.task, (train.image, train.label, test.image, test.label)
     options: dict[str, Any] = {"regularization": task.regularization, "metric": opened.main_metric, "mesh": mesh}
     try:
         if task.kind == "linear_probe":
-            return _result(opened, linear_probe(*samples, **options).metrics, len(test))
+            return opened.result(linear_probe(*samples, **options).metrics, len(test))
         few = few_shot(*samples, shots=task.shots, repeats=task.repeats, classifier=task.classifier, **options)
     except ValueError as error:
         raise ValueError(f"{task.name}: {error}") from error
-    return dataclasses.replace(_result(opened, few.metrics, len(test)), main_metric=f"{max(task.shots)}_shot")
+    return opened.result(few.metrics, len(test))
 
 
 def average_results(average: Average, results: Mapping[str, TaskResult]) -> TaskResult:
@@ -297,19 +296,6 @@ def average_results(average: Average, results: Mapping[str, TaskResult]) -> Task
     name = average.metric(results.keys())
     metrics, count = {name: float(np.mean(values))}, len(values)
     return TaskResult(name=f"suite/{average.name}", kind="average", metrics=metrics, main_metric=name, images=count)
-
-
-def _result(
-    opened: OpenTask, metrics: Mapping[str, float], images: int, examples: tuple[ExamplePrediction, ...] = ()
-) -> TaskResult:
-    return TaskResult(
-        name=opened.task.name,
-        kind=opened.kind,
-        metrics={name: value for name, value in metrics.items() if name != "top5" or opened.has_top5},
-        main_metric=opened.main_metric,
-        images=images,
-        examples=examples,
-    )
 
 
 def _arrays(source: Source) -> np.ndarray:

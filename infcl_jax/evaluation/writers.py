@@ -224,19 +224,18 @@ def format_table(results: Mapping[str, float]) -> str:
     Returns:
       Lines without a final newline. Losses are in nats, all other metrics are percentages.
     """
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[int, str]] = {}
     others = {}
     for name, value in results.items():
         if match := _TOP_K.fullmatch(name):
             label = f"{_line_words(match['task'])} ({_KINDS[match['kind']]})"
-            rows.setdefault(label, {})[f"k = {match['k']}"] = f"{100 * value:.1f} %"
+            rows.setdefault(label, {})[int(match["k"])] = f"{100 * value:.1f} %"
         else:
             others[f"{_line_words(name)} (nats)" if name.endswith("loss") else _line_words(name)] = _format(name, value)
-    # column[4:] is the number after "k = ".
-    columns = sorted({column for row in rows.values() for column in row}, key=lambda column: int(column[4:]))
+    ks = sorted({k for row in rows.values() for k in row})
     width = max(map(len, (*rows, *others)), default=0)
-    lines = [_line(label, [row.get(column, "") for column in columns], width) for label, row in rows.items()]
-    header = [_line("", columns, width)] if columns else []
+    lines = [_line(label, [row.get(k, "") for k in ks], width) for label, row in rows.items()]
+    header = [_line("", [f"k = {k}" for k in ks], width)] if ks else []
     return "\n".join(header + lines + [_line(label, [value], width) for label, value in others.items()])
 
 

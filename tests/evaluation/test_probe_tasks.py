@@ -27,7 +27,6 @@ from infcl_jax.evaluation import (
     suite,
     write_results,
 )
-from infcl_jax.evaluation.tasks import load_tasks
 from infcl_jax.runtime.mesh import replicate
 
 LABELS = {"train": np.arange(15) % 3, "test": np.arange(11) % 3}
@@ -128,19 +127,6 @@ def test_splits_are_encoded_once_and_all_results_are_written(data, variables, tm
     assert "mine:linear_probe" in (page := (tmp_path / "results.html").read_text()) and "few-shot" in page
     assert f"few/2_shot {100 * flat['few/2_shot']:.1f} %" in (line := format_line(flat)) and "2_shot_std" not in line
     assert f"few 2 shot   {100 * flat['few/2_shot']:.1f} %" in re.sub(" {3,}", "   ", format_table(flat))
-
-
-@pytest.mark.parametrize(
-    ("name", "metric"),
-    [("vtab/pets:linear_probe", "mean_per_class_recall"), ("wilds/fmow:few_shot", None), ("cars:few_shot", None)],
-)
-def test_a_name_with_a_kind_is_a_probe(tmp_path, name, metric):
-    benchmark, kind = name.split(":")
-    folder = tmp_path / f"wds_{benchmark.replace('/', '-')}" / "test"
-    folder.mkdir(parents=True)
-    (folder / "nshards.txt").write_text("1\n")
-    (task,), _ = load_tasks([name], tmp_path)
-    assert task == Task(name=name, dataset=str(folder.parent), kind=kind, main_metric=metric)
 
 
 @pytest.mark.parametrize(

@@ -175,12 +175,6 @@ def test_zero_shot_needs_classes_and_retrieval_captions(tmp_path):
     make_suite(zero_shot_dataset=f"{tmp_path}/classes", retrieval_dataset=f"{tmp_path}/captions", **where)
 
 
-def test_a_source_without_classes_is_named(monkeypatch):
-    monkeypatch.setattr(suite, "load_benchmark", lambda *arguments: RaggedSource())
-    with pytest.raises(ValueError, match="expected a dataset with classes, got ragged"):
-        make_suite(zero_shot_dataset="ragged")
-
-
 def test_prefixes_equal_numpy(params, results, encode):
     dim = 5
     variables = replicate(oracle.mesh_of(8), {"params": params})

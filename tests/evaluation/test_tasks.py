@@ -20,7 +20,7 @@ LABELS = (0, 1, 2)
 @pytest.fixture(scope="module")
 def benchmarks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
-    for name in ("wds_imagenetv2", "wds_vtab-pets_test", "wds_geode_test", "wds_mine"):
+    for name in ("wds_imagenetv2", "wds_vtab-pets_test", "wds_geode_test", "wds_wilds-fmow", "wds_mine"):
         layout.write_benchmark(folder / name, layout.classified(LABELS))
     layout.write_karpathy(folder / "coco", [("test", "val2014", ("a",))])
     return folder
@@ -40,11 +40,14 @@ def test_suites_are_those_of_the_papers():
         ("fairness/geode", "wds_geode_test", "worst_group_top1"),
         ("mine", "wds_mine", None),
         ("mscoco_captions", "coco/dataset_coco.json", None),
+        ("vtab/pets:linear_probe", "wds_vtab-pets_test", "mean_per_class_recall"),
+        ("wilds/fmow:few_shot", "wds_wilds-fmow", None),
     ],
 )
 def test_a_name_is_that_of_a_folder(benchmarks, name, folder, metric):
     (task,), averages = load_tasks([name, name], benchmarks)
     assert (task.name, task.dataset, task.main_metric, averages) == (name, f"{benchmarks}/{folder}", metric, [])
+    assert task.kind == ("retrieval" if folder.endswith(".json") else name.partition(":")[2] or None)
 
 
 def test_the_tasks_of_a_suite_without_data_are_named_once(benchmarks, caplog):

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -81,7 +80,20 @@ def class_data(name: str) -> ClassData:
             " class names and templates"
         )
     fields = json.loads((_FOLDER / f"{key}.json").read_text(encoding="utf-8"))
-    return _from_fields(**fields)
+    covered, folders = (fields.get(name) for name in ("imagenet", "folders"))
+    if "base" in fields:  # which has the missing fields
+        parent = class_data(fields["base"])
+        covered = covered or [[label] for label in range(len(parent.classes))]
+        folders = folders or [parent.folders[labels[0]] for labels in covered]
+        own_classes = [parent.classes[labels[0]] for labels in covered]
+        fields = {"classes": own_classes, "templates": parent.templates} | fields
+    return ClassData(
+        tuple(fields["classes"]),
+        tuple(fields["templates"]),
+        fields["source"],
+        None if folders is None else tuple(folders),
+        None if covered is None else tuple(map(tuple, covered)),
+    )
 
 
 def read_class_names(path: str | Path) -> tuple[str, ...]:
@@ -134,25 +146,6 @@ def read_templates(path: str | Path) -> Templates:
         return json_templates(str(path))
     lines = enumerate(_lines(path, "templates"), 1)
     return tuple(checked_template(line, f"{path}, line {number}") for number, line in lines)
-
-
-def _from_fields(
-    source: str,
-    base: str | None = None,
-    classes: Iterable[str] | None = None,
-    templates: Iterable[str] | None = None,
-    folders: Iterable[str] | None = None,
-    imagenet: Iterable[Iterable[int]] | None = None,
-) -> ClassData:
-    """Build class data, with missing fields from the data set `base`."""
-    covered = None if imagenet is None else tuple(map(tuple, imagenet))
-    if base is not None:
-        parent = class_data(base)
-        covered = covered or tuple((label,) for label in range(len(parent.classes)))
-        classes = classes or [parent.classes[labels[0]] for labels in covered]
-        folders = folders or [parent.folders[labels[0]] for labels in covered]
-        templates = templates or parent.templates
-    return ClassData(tuple(classes), tuple(templates), source, None if folders is None else tuple(folders), covered)
 
 
 def _lines(path: str | Path, content: str) -> tuple[str, ...]:

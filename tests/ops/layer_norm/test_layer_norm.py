@@ -90,16 +90,6 @@ def test_kernels_match_float64(capsys, way, rows, width, dtype, result):
     assert_close(outputs, expected(*arrays), dtype, result)
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_few_rows_are_left_to_xla(rows):
-    arrays = given(rows, 128, BF16, BF16)
-    with jax.sharding.use_abstract_mesh(ALONE):
-        *outputs, d_added = with_residual(*arrays, BF16, None)
-    assert_close(outputs, expected(*arrays), BF16, BF16)
-    want = expected(*arrays)[-1]
-    np.testing.assert_allclose(d_added, want, rtol=0, atol=float(jnp.finfo(BF16).eps) * np.abs(want).max())
-
-
 @pytest.mark.parametrize("tiling", [Tiling(4, 1, 1), Tiling(8, 3, 2), Tiling(12, 2, 1)], ids=str)
 def test_any_tiling(capsys, tiling):
     """One tile, fewer tiles than pipeline stages, and an overlapping last tile."""

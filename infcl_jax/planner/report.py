@@ -54,7 +54,9 @@ def format_plan(plan: MemoryPlan) -> str:
         rows = [(*row[:2], row[3]) for row in rows]
     else:
         rows.append(("limit", _mib(limit), "100.0", ""))
-    return f"{_heading(plan)}\n{aligned(rows, left=(0, len(rows[0]) - 1))}"
+    w = plan.workload
+    heading = f"memory per device: {w.devices} device(s), batch_size {w.batch_size}, {w.cache}, implementation "
+    return f"{heading}{w.implementation}\n{aligned(rows, left=(0, len(rows[0]) - 1))}"
 
 
 def plan_components(plan: MemoryPlan) -> dict[str, int]:
@@ -202,14 +204,6 @@ def duration(seconds: float) -> str:
 def _milliseconds(seconds: float) -> str:
     milliseconds = 1e3 * seconds
     return f"{milliseconds:,.0f}" if milliseconds >= 10 else f"{milliseconds:.1f}"
-
-
-def _heading(plan: MemoryPlan) -> str:
-    w = plan.workload
-    return (
-        f"memory per device: {w.devices} device(s), batch_size {w.batch_size}, {w.cache}, "
-        f"implementation {w.implementation}"
-    )
 
 
 def _mib(size: int) -> str:

@@ -42,15 +42,13 @@ class DataWait:
       >>> waited, total = wait.take()  # seconds
       >>> 0 <= waited <= total
       True
+
+    Args:
+      start: number of completed steps.
+      clock: monotonic clock, in seconds.
     """
 
     def __init__(self, start: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start the thread.
-
-        Args:
-          start: number of completed steps.
-          clock: monotonic clock, in seconds.
-        """
         self._first = start + 1
         self._clock = clock
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -95,7 +93,6 @@ class DataWait:
         return sum(waited for waited, _ in taken), sum(total for _, total in taken)
 
     def __enter__(self) -> Self:
-        """Return the measurement."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

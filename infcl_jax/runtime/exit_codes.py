@@ -22,10 +22,8 @@ class Interrupted(SystemExit):
     """
 
     def __init__(self, message: str):
-        """Set the message and the status."""
         super().__init__(RESUME)
         self.message = message
 
     def __str__(self) -> str:
-        """Return the message."""
         return self.message

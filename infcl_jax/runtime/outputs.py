@@ -89,14 +89,12 @@ class Outputs:
     Attributes:
       failures: number of failed attempts by file.
       say: function that prints a line.
+
+    Args:
+      say: function that prints a line.
     """
 
     def __init__(self, say: Callable[[str], None] = print_line) -> None:
-        """Start without failures.
-
-        Args:
-          say: function that prints a line.
-        """
         self.failures: collections.Counter[str] = collections.Counter()
         self.say = say
         self._said: set[tuple[str, str]] = set()
@@ -146,19 +144,17 @@ class AppendFile:
 
     Attributes:
       dropped: number of dropped records.
+
+    Args:
+      path: file, created with its folder if missing.
+      outputs: handling of errors.
+      keep: bytes of an existing file to keep; None: all.
+      header: first bytes of a new file.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], outputs: Outputs, *, keep: int | None = None, header: bytes = b""
     ) -> None:
-        """Create the file.
-
-        Args:
-          path: file, created with its folder if missing.
-          outputs: handling of errors.
-          keep: bytes of an existing file to keep; None: all.
-          header: first bytes of a new file.
-        """
         self.dropped = 0
         self._path, self._outputs, self._header = Path(path), outputs, header
         self._records: collections.deque[bytes] = collections.deque()

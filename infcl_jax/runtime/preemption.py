@@ -59,18 +59,16 @@ class Preemption:
       ...     for step in range(1, 4):
       ...         if preemption.noticed(step):  # after SIGTERM: save a checkpoint of this step
       ...             raise preemption.saved(step)
+
+    Args:
+      timeout: seconds from the signal to the end of the process.
+      workdir: folder of the file with the stacks, `stacks-HOST-PID.txt`.
+      interactive: whether the process goes on after SIGINT, as notebooks do.
     """
 
     def __init__(
         self, timeout: float = 60.0, workdir: str | os.PathLike[str] = ".", *, interactive: bool = False
     ) -> None:
-        """Initialize without installing signal handlers.
-
-        Args:
-          timeout: seconds from the signal to the end of the process.
-          workdir: folder of the file with the stacks, `stacks-HOST-PID.txt`.
-          interactive: whether the process goes on after SIGINT, as notebooks do.
-        """
         self._interactive, self._again = interactive, "call" if interactive else "command"
         self.interrupted = False  # SIGINT has asked an interactive run to stop
         self._interrupt_time = 0.0  # monotonic time of that signal
@@ -90,7 +88,6 @@ class Preemption:
         self._step = 0
 
     def __enter__(self) -> Preemption:
-        """Start to handle signals."""
         # JAX's preemption service would replace the SIGTERM handler. It knows no other signal.
         jax.config.update("jax_enable_preemption_service", False)
         self._read, self._write = os.pipe()
@@ -105,7 +102,6 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Restore the previous signal handlers."""
         if isinstance(error, Interrupted) and self._reason is None and self._channel is not None and self._tick == 0:
             self._ask(error.message)  # such as a locked work directory, which only process 0 knows: all leave together
             self._leaving = True
@@ -169,25 +165,20 @@ class Preemption:
         return nothing_to_save(str(self._reason), self._again)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        """Make the next `noticed` wait until a thread has handled the signal."""
-        if self._goes_on(signum):
-            self._interrupt()
-        else:
+        """Make the next `noticed` wait until a thread has handled the signal; SIGINT may be handled here."""
+        if not self._goes_on(signum):
             self._pending = self._pending or signum in STOP_SIGNALS
-
-    def _goes_on(self, number: int) -> bool:
-        """Return whether the process goes on after a signal."""
-        return self._interactive and number == signal.SIGINT and self._channel is None
-
-    def _interrupt(self) -> None:
-        """Handle SIGINT of an interactive run, in the main thread."""
-        if self._closed:  # the handlers are being restored
+        elif self._closed:  # the handlers are being restored
             return
-        if self._tick and self._reason is None:
+        elif self._tick and self._reason is None:
             self.interrupted, self._interrupt_time = True, time.monotonic()
             self._reason, self._stop_tick = signal.SIGINT.name, self._tick + 1
         elif time.monotonic() - self._interrupt_time > _REPEAT:
             raise KeyboardInterrupt
+
+    def _goes_on(self, number: int) -> bool:
+        """Return whether the process goes on after a signal."""
+        return self._interactive and number == signal.SIGINT and self._channel is None
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> None:
         # Daemons, because they outlive `__exit__` after a stop and must not keep the interpreter from exiting.

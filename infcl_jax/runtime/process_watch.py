@@ -52,7 +52,6 @@ class ProcessWatch:
     """
 
     def __init__(self, folder: Path, rank: int, count: int, *, start_timeout: int, lost_process_timeout: int) -> None:
-        """Redirect native logs to `folder/process-RANK.err`, and install the handler of crashes."""
         self.folder, self._rank, self._count = folder, rank, count
         self._start_timeout, self._lost_process_timeout = start_timeout, lost_process_timeout
         self._channel: Channel | None = None  # once all processes have joined
@@ -126,7 +125,9 @@ class ProcessWatch:
             os._exit(self._status)
         if signum != signal.SIGABRT:  # a fault in this handler ends the process
             self._libc.signal(signum, None)
-        log = self._native_log()
+        with open_regular(self.log) as file:
+            file.seek(self._log_start)  # of this process
+            log = file.read().decode(errors="replace")
         if signum == signal.SIGABRT and (reason := self._reason(log)) is not None:
             self._leave_for(reason)
         with contextlib.suppress(OSError), self._open_log() as file:
@@ -144,12 +145,6 @@ class ProcessWatch:
     def _await_report(self) -> None:
         """Wait as long as the coordination service may take to report a lost process, which ends this process."""
         time.sleep(self._lost_process_timeout + DETECTION)
-
-    def _native_log(self) -> str:
-        """Return what this process has written to its log."""
-        with open_regular(self.log) as file:
-            file.seek(self._log_start)
-            return file.read().decode(errors="replace")
 
     def _reason(self, log: str) -> str | None:
         """Return why the coordination service aborts this process; None for other aborts."""

@@ -27,6 +27,12 @@ class Profile:
       ...         profile.start(step)
       ...         metrics = {"loss": loss_fn(image, text, 14.3)}  # the training step
       ...         profile.stop(step, metrics)
+
+    Args:
+      steps: first and last step of the trace; empty: none.
+      workdir: directory of the run; the trace is in its folder `profile`.
+      lead: whether this process traces.
+      say: function that prints a line.
     """
 
     def __init__(
@@ -37,14 +43,6 @@ class Profile:
         lead: bool = True,
         say: Callable[[str], None] = print_line,
     ) -> None:
-        """Initialize without tracing.
-
-        Args:
-          steps: first and last step of the trace; empty: none.
-          workdir: directory of the run; the trace is in its folder `profile`.
-          lead: whether this process traces.
-          say: function that prints a line.
-        """
         self._steps = range(steps[0], steps[1] + 1) if steps and lead else range(0)
         self._folder = Path(workdir, PROFILE_FOLDER)
         self._say = say
@@ -92,7 +90,6 @@ class Profile:
         self._say(f"warning: no profile in {self._folder}: {why}")
 
     def __enter__(self) -> Self:
-        """Return the profile."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

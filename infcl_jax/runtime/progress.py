@@ -18,6 +18,14 @@ class Progress:
     Examples:
       >>> progress = Progress("photos: wrote", 12, "tar files", print)
       >>> progress.add()  # prints nothing in the first ten seconds
+
+    Args:
+      task: start of the lines, such as the name of a dataset.
+      total: number of items.
+      unit: name of the items, such as "images".
+      say: function that prints a line.
+      done: items of an earlier start.
+      clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -30,16 +38,6 @@ class Progress:
         done: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the clock.
-
-        Args:
-          task: start of the lines, such as the name of a dataset.
-          total: number of items.
-          unit: name of the items, such as "images".
-          say: function that prints a line.
-          done: items of an earlier start.
-          clock: monotonic clock, in seconds.
-        """
         self._task, self._total, self._unit, self._say, self._clock = task, total, unit, say, clock
         self._done = done
         self._last = clock()  # time of the last line

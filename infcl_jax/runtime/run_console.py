@@ -56,18 +56,16 @@ class RunConsole:
 
     Attributes:
       start: Unix time at which the console was created, in seconds.
+
+    Args:
+      lead: whether this process shows its progress and has a log file; all processes print lines.
+      live: live line; None: that of the terminal or notebook, if there is one.
+      clock: monotonic clock, in seconds.
     """
 
     def __init__(
         self, *, lead: bool = True, live: LiveLine | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Choose between a live line and a plain log.
-
-        Args:
-          lead: whether this process shows its progress and has a log file; all processes print lines.
-          live: live line; None: that of the terminal or notebook, if there is one.
-          clock: monotonic clock, in seconds.
-        """
         self.start = time.time()
         self._lead, self._clock = lead, clock
         self._live = (live or live_line()) if lead else None
@@ -215,7 +213,7 @@ class RunConsole:
     def __enter__(self) -> Self:
         """Print the lines of `print_line`, and log the warnings of the package's loggers."""
         self._contexts.enter_context(printed_by(self.print))
-        handler = _Warnings(self._log_warning)
+        handler = _Warnings(self)
         logger = logging.getLogger("infcl_jax")
         logger.addHandler(handler)
         self._contexts.callback(logger.removeHandler, handler)
@@ -240,7 +238,7 @@ class RunConsole:
                 self._log.close()
                 self._log = None
 
-    def _log_warning(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Log a line that is about to be printed on stderr."""
         with self._lock:
             self.keep()
@@ -271,14 +269,14 @@ class RunConsole:
 class _Warnings(logging.Handler):
     """Log the warnings of the package's loggers, which other handlers print on stderr."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, console: RunConsole) -> None:
         super().__init__(logging.WARNING)
-        self._write = write
+        self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log a warning."""
         try:
-            self._write(f"{record.levelname.lower()}: {record.getMessage()}")
+            self._console.log(f"{record.levelname.lower()}: {record.getMessage()}")
         except Exception:
             self.handleError(record)
         if not logging.root.handlers and logging.lastResort is not None:  # which a logger with a handler never reaches

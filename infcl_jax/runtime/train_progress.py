@@ -83,6 +83,19 @@ class TrainProgress:
 
     Attributes:
       examples_per_second: rate between the last two due steps, over all devices; None before the second one.
+
+    Args:
+      console: console of the run.
+      pauses: length of the run, evaluations and checkpoints.
+      batch_size: examples per step, over all devices.
+      devices: number of devices.
+      every: interval of the due steps; the first update and the last step are also due.
+      utilization: function from examples per second to the model FLOPs utilization; None if unknown.
+      unit: name of the examples on the console.
+      clock: monotonic clock, in seconds.
+
+    Raises:
+      ValueError: total_steps, batch_size, devices or every is < 1.
     """
 
     def __init__(
@@ -97,21 +110,6 @@ class TrainProgress:
         unit: str = "images",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Initialize the measurement.
-
-        Args:
-          console: console of the run.
-          pauses: length of the run, evaluations and checkpoints.
-          batch_size: examples per step, over all devices.
-          devices: number of devices.
-          every: interval of the due steps; the first update and the last step are also due.
-          utilization: function from examples per second to the model FLOPs utilization; None if unknown.
-          unit: name of the examples on the console.
-          clock: monotonic clock, in seconds.
-
-        Raises:
-          ValueError: total_steps, batch_size, devices or every is < 1.
-        """
         counts = {"total_steps": pauses.total_steps, "batch_size": batch_size, "devices": devices, "every": every}
         for name, value in counts.items():
             if value < 1:

@@ -62,18 +62,16 @@ class WorkdirLock:
     Examples:
       >>> with WorkdirLock(prepare_workdir("runs/locked")):
       ...     pass  # train
+
+    Args:
+      workdir: existing directory of the run.
+      say: function that prints a line.
+      wait: seconds to wait for another holder to end.
     """
 
     def __init__(
         self, workdir: str | os.PathLike[str], say: Callable[[str], None] = print, *, wait: float = STALE
     ) -> None:
-        """Initialize without locking.
-
-        Args:
-          workdir: existing directory of the run.
-          say: function that prints a line.
-          wait: seconds to wait for another holder to end.
-        """
         self._workdir, self._say, self._wait = Path(workdir), say, wait
         self._path = self._workdir / LOCK_FILE
         self._text = ""
@@ -123,9 +121,13 @@ class WorkdirLock:
         try:
             file = open_writable(self._path, os.O_RDWR, 0o600)
         except PermissionError as error:
+            try:
+                owner = self._path.owner()
+            except KeyError:  # the user has no name
+                owner = f"user {self._path.stat().st_uid}"
             raise PermissionError(
-                f"cannot lock workdir {self._workdir}: {self._path} belongs to {_owner(self._path)}; if that run has "
-                "ended, delete the file, otherwise choose another --workdir"
+                f"cannot lock workdir {self._workdir}: {self._path} belongs to {owner}; if that run has ended, delete "
+                "the file, otherwise choose another --workdir"
             ) from error
         try:
             flocked = _flock(file)
@@ -202,14 +204,6 @@ def _parse(text: str) -> Holder | None:
 
 def _read(file: int) -> str:
     return os.pread(file, 1 << 16, 0).decode(errors="replace")
-
-
-def _owner(path: Path) -> str:
-    """Return the name of a file's owner; the user ID if it has none."""
-    try:
-        return path.owner()
-    except KeyError:
-        return f"user {path.stat().st_uid}"
 
 
 def _boot_id() -> str:

@@ -1,8 +1,6 @@
 import sys
 import unicodedata
 
-import pytest
-
 from infcl_jax.runtime.printable import printable
 
 
@@ -19,12 +17,3 @@ def test_only_printable_characters_and_marks_of_scripts_remain():
             assert escaped.isascii() and escaped.isprintable() and escaped != character, hex(code)
         elif code in joiners or character.isprintable():
             assert escaped == character, hex(code)
-
-
-@pytest.mark.parametrize("text", ["", "a photo of a cat, 100 %", "écran 猫 👩‍🔬", "C:\\new"])
-def test_ordinary_text_is_unchanged(text):
-    assert printable(text) == text
-
-
-def test_a_line_stays_one_line():
-    assert len(printable("a\nb\rc\x0bd\x0ce\x1cf\x85g\u2028h").splitlines()) == 1

@@ -180,9 +180,8 @@ CRASH += "os.write(2, b'native \\x1b[2J\\n@ 0x7f main\\n'); "
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("SIGSEGV", "ctypes.string_at(0)"),
         ("SIGSEGV", "t = threading.Thread(target=ctypes.CDLL(None).strlen, args=(None,)); t.start(); t.join()"),
-        *((name, f"os.kill(os.getpid(), {getattr(signal, name)})") for name in ("SIGBUS", "SIGILL", "SIGFPE")),
+        ("SIGBUS", f"os.kill(os.getpid(), {signal.SIGBUS})"),
         ("SIGABRT", "os.abort()"),
     ],
 )

@@ -60,32 +60,14 @@ def test_addresses_are_split(text, host, port):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "host",
-        "host:",
-        ":80",
-        "host:0",
-        "host:65536",
-        "host:99999999999",
-        "host:abc",
-        "host:-1",
-        "host:٣",
-        "::1:80",
-        "[::1]",
-        "[host]:80",
-        "http://host:80",
-        "host:80 ",
-        "a b:80",
-        "host:80\n",
-    ],
+    ["host", ":80", "host:0", "host:65536", "host:٣", "::1:80", "[::1]", "[host]:80", "http://host:80", "host:80\n"],
 )
 def test_other_addresses_are_refused(text):
     with pytest.raises(ValueError, match=re.escape(f"a port from 1 to 65535, got {text!r}") + "$"):
         parse_address(text)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize(("order", "host"), [((0, 1, 2), "localhost"), ((2, 1, 0), "127.0.0.1")])
 def test_processes_meet_in_any_order_and_free_the_port(tmp_path, threads, order, host):
     port, ranks = runs.free_port(), []
     for rank in order:
@@ -128,8 +110,7 @@ def program(first=b""):
         server.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("first", [SETTINGS, b"infcl", None], ids=str)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "first"), [(0, SETTINGS), (0, None), (1, SETTINGS), (1, b"infcl"), (1, None)])
 def test_a_port_in_use_is_an_error_within_seconds(tmp_path, first, rank):
     with program(first) as port, pytest.raises(ValueError, match=IN_USE.format(port)):
         arrive(port, rank, Watch(tmp_path), timeout=60)
@@ -144,7 +125,7 @@ def test_process_0_on_another_host_does_not_connect_to_its_coordinator(tmp_path,
 def test_a_former_process_0_of_the_run_may_end_first(tmp_path, threads):
     with program(SETTINGS) as port:
         late = [threads.submit(arrive, port, rank, Watch(tmp_path, lead_may_run=True)) for rank in (0, 1)]
-        time.sleep(1.5)
+        time.sleep(0.8)
         assert not any(process.done() for process in late)
     assert [process.result() for process in late] == [None, None]
 
@@ -152,7 +133,7 @@ def test_a_former_process_0_of_the_run_may_end_first(tmp_path, threads):
 def test_a_forwarded_port_may_close_connections_until_process_0_listens(tmp_path, threads):
     with program(b"") as port:
         late = threads.submit(arrive, port, 1, Watch(tmp_path))
-        time.sleep(1.5)
+        time.sleep(0.8)
         assert not late.done()
     arrive(port, 0, Watch(tmp_path))
     assert late.result() is None
@@ -186,9 +167,7 @@ def test_processes_that_disagree_with_process_0_are_refused(tmp_path, threads, r
     assert first.result() is None
 
 
-@pytest.mark.parametrize(
-    "message", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"rank": []}\n', b"[" * 70_000, b"\xff\n"]
-)
+@pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"rank": []}\n', b"[" * 70_000])
 def test_strangers_do_not_disturb_a_rendezvous(tmp_path, threads, message):
     port = runs.free_port()
     first = threads.submit(arrive, port, 0, Watch(tmp_path))

@@ -226,8 +226,6 @@ MISTAKES = {
         "expected grad_cache.chunk_size with keep_residual=True",
     ),
     "residency": ({"residency": "disk"}, "residency to be one of .*replay.*'disk'"),
-    "implementation": ({"implementation": "fast"}, "implementation to be one of .*'fast'"),
-    "loss": ({"loss": "mse"}, "loss to be one of .*'mse'"),
     "siglip": ({"loss": "siglip", "implementation": "dense"}, "siglip loss to be one of .*'dense'"),
 }
 

@@ -14,7 +14,7 @@ from experiments import command, command_line
 from infcl_jax.evaluation import format_table
 from infcl_jax.evaluation.html_page import add_examples, add_table, new_page, write_html
 from infcl_jax.planner import OutOfMemory
-from infcl_jax.runtime import console, printable
+from infcl_jax.runtime import printable
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.live_line import LiveLine, NotebookLine
 from infcl_jax.runtime.outputs import print_line
@@ -27,11 +27,6 @@ CLEAR = "\r\x1b[K"  # of the live line
 
 def stdout(tmp_path, capfd):
     print_line(HOSTILE)
-    return capfd.readouterr().out
-
-
-def say(tmp_path, capfd):
-    console.say(HOSTILE)
     return capfd.readouterr().out
 
 
@@ -115,7 +110,7 @@ def page(tmp_path, capfd):
 
 
 CHANNELS = (
-    *(stdout, say, run_console, run_log, live_line, notebook_line, python_logging, python_warning, one_line),
+    *(stdout, run_console, run_log, live_line, notebook_line, python_logging, python_warning, one_line),
     *(out_of_memory, interrupted, preemption, table, page),
 )
 

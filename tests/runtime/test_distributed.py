@@ -49,13 +49,6 @@ def test_the_cluster_is_read_from_the_environment(joined, environ, calls):
     assert joined == ([CLUSTER] if calls is None else calls)
 
 
-def test_the_environment_of_the_process_is_the_default(joined, monkeypatch):
-    for name, value in EXPLICIT.items():
-        monkeypatch.setenv(name, value)
-    distributed.initialize()
-    assert [call["process_id"] for call in joined] == [3]
-
-
 def test_a_process_joins_once(joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     distributed.initialize(EXPLICIT)

@@ -42,23 +42,6 @@ def test_flags_do_not_replace_those_given(start, monkeypatch, given):
     assert {f"--{name}" for name in jax_start.XLA_FLAGS} <= set(names)
 
 
-@pytest.mark.parametrize("given", ["", "--xla_gpu_enable_command_buffer=FUSION"])
-@pytest.mark.parametrize("gpu_decode", [True, False])
-def test_gpu_decoding_turns_cuda_graphs_off(start, monkeypatch, gpu_decode, given):
-    monkeypatch.setenv("XLA_FLAGS", given)
-    jax_start.set_variables(gpu_decode=gpu_decode)
-    set_flags = [flag for flag in flags() if "command_buffer" in flag]
-    assert set_flags == ([given] if given else ["--xla_gpu_enable_command_buffer="] * gpu_decode)
-
-
-@pytest.mark.parametrize(("gpu_decode", "before", "after"), [(True, None, "32"), (True, "8", "8"), (False, None, None)])
-def test_gpu_decoding_needs_hardware_queues(start, monkeypatch, gpu_decode, before, after):
-    if before:
-        monkeypatch.setenv(CONNECTIONS, before)
-    jax_start.set_variables(gpu_decode=gpu_decode)
-    assert os.environ.get(CONNECTIONS) == after
-
-
 @pytest.mark.parametrize(("given", "share"), [({}, 0.9), *(({name: "0.5"}, 0.5) for name in SHARE_NAMES)])
 def test_the_share_of_memory_does_not_replace_the_one_given(start, monkeypatch, given, share):
     for name, value in given.items():

@@ -12,11 +12,6 @@ from oracle import mesh_of
 from infcl_jax.runtime.mesh import _mesh_rows, data_mesh, replicate, shard_batch, to_host, training_mesh
 
 
-def test_the_mesh_has_one_axis_over_all_devices():
-    mesh = data_mesh()
-    assert (mesh.axis_names, mesh.size, list(mesh.devices)) == (("data",), len(jax.devices()), jax.devices())
-
-
 def tree(rows):
     rng = np.random.default_rng(0)
     return {

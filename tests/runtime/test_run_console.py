@@ -181,10 +181,3 @@ def test_a_body_that_takes_long_is_described_at_doubled_times(lead, capsys):
     wait(500)  # nothing waits
     lines = [TIME.sub("", line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [f"{seconds} s: batch 7 in 0003.tar" for seconds in (30, 60, 120, 240)]
-
-
-def test_reminders_come_from_a_thread(monkeypatch):
-    monkeypatch.setattr(run_console, "_TICK_SECONDS", 0.001)
-    said = threading.Event()
-    with RunConsole() as console, console.reminder(0.0, lambda seconds: said.set() or "long"):
-        assert said.wait(30)

@@ -8,23 +8,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Dataset of one input, and what must come of it.
+    """Dataset of one input, and what must come of it."""
 
-    Attributes:
-      name: kind of damage.
-      dataset: dataset of `load_source`.
-      expected: pixels by caption of samples that must be read, uint8 [H, W, 3]; None: any pixels.
-      refused: captions of samples that must be bad.
-      tolerance: largest difference of the expected pixels, in levels.
-      may_be_refused: whether the whole dataset may be refused.
-    """
-
-    name: str
-    dataset: str
-    expected: Mapping[str, np.ndarray | None]
-    refused: Collection[str] = ()
-    tolerance: int = 0
-    may_be_refused: bool = False
+    name: str  # kind of damage
+    dataset: str  # of `load_source`
+    expected: Mapping[str, np.ndarray | None]  # pixels of captions that must be read, uint8 [H, W, 3]; None: any pixels
+    refused: Collection[str] = ()  # captions of samples that must be bad
+    tolerance: int = 0  # largest difference of the expected pixels, in levels
+    may_be_refused: bool = False  # the whole dataset
 
 
 def flip(data: bytes, rng: np.random.Generator) -> bytes:

@@ -137,21 +137,21 @@ def out_of_memory(number: int) -> Iterator[Hook]:
 
 
 class Fault(NamedTuple):
-    """Fault of the first start.
+    """Fault of the first start."""
 
-    Attributes:
-      trained: steps that the first start trains.
-      message: part of its error.
-      inject: context manager of the run that returns a callback.
-    """
-
-    trained: int
-    message: str
+    trained: int  # steps that the first start trains
+    message: str  # part of its error
     inject: Callable[[Run], contextlib.AbstractContextManager[Hook]]
 
 
 def photo(run: Run) -> Path:
     return run.photos / "kind a" / "0.jpg"
+
+
+def raising(trained: int, event: str, step: int) -> Fault:
+    """Fail in a callback."""
+    message = f"failed after step {trained}, which is saved"
+    return Fault(trained, message, lambda run: contextlib.nullcontext(Hook(event, step, fail)))
 
 
 SAVED = "evaluation failed after step {}, which is saved: "
@@ -165,21 +165,11 @@ FAULTS = {
     "data removed": Fault(4, SAVED.format(4) + "bad record 0 of", lambda run: removed(run.photos)),
     "out of memory": Fault(4, SAVED.format(4) + "the device ran out of memory", lambda run: out_of_memory(1)),
     "out of memory at the end": Fault(8, SAVED.format(8) + "the device", lambda run: out_of_memory(2)),
-    "on_evaluation": Fault(
-        4, "failed after step 4, which is saved", lambda run: contextlib.nullcontext(Hook("evaluation", 4, fail))
-    ),
-    "on_step": Fault(
-        6, "failed after step 6, which is saved", lambda run: contextlib.nullcontext(Hook("step", 5, fail))
-    ),
-    "on_step of a saved step": Fault(
-        6, "failed after step 6, which is saved", lambda run: contextlib.nullcontext(Hook("step", 6, fail))
-    ),
-    "on_checkpoint": Fault(
-        8, "failed after step 8, which is saved", lambda run: contextlib.nullcontext(Hook("checkpoint", 6, fail))
-    ),
-    "on_checkpoint at the end": Fault(
-        8, "failed after step 8, which is saved", lambda run: contextlib.nullcontext(Hook("checkpoint", 8, fail))
-    ),
+    "on_evaluation": raising(4, "evaluation", 4),
+    "on_step": raising(6, "step", 5),
+    "on_step of a saved step": raising(6, "step", 6),
+    "on_checkpoint": raising(8, "checkpoint", 6),
+    "on_checkpoint at the end": raising(8, "checkpoint", 8),
 }
 KILLS = {
     "killed in the evaluation": (Suite, "__call__"),

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests import runs
 from tests.faults.lost_process import latest_step
@@ -185,59 +186,45 @@ Case = tuple[Callable[[Path], list[End]], list[int], list[str]]
 def cases() -> dict[str, Case]:
     """Return the rows by name: their start, the expected statuses, and a text of each line."""
     rows: dict[str, Case] = {}
+
+    def add(name: str, statuses: list[int], texts: list[str], function: Callable, *arguments: Any, **changes: Any):
+        rows[name] = (lambda folder: function(folder, *arguments, **changes)), statuses, texts
+
+    def whole(folder: Path, address: int | str, ranks: Sequence[int], **changes: Any) -> list[End]:
+        return end(start(folder, address, ranks, **changes))
+
     stopped = [1, 1, RESUME, RESUME]
     for first in ("training", "waiting"):
         for order in ((0, 1), (1, 0)):
-            name = f"second job, ranks {order}, first {first}"
-            rows[name] = (lambda f, a=first, o=order: newcomer(f, a, o), stopped, [IN_USE, IN_USE])
-        name = f"rank 1 of a second job, first {first}"
-        rows[name] = (lambda f, a=first: newcomer(f, a, [1]), stopped[1:], [IN_USE])
-    same = (lambda f: newcomer(f, "training", (0, 1), same=True), stopped, [IN_USE, IN_USE])
-    rows["same command twice"] = same
-    rows["same command twice, the first stopped"] = (taken_over, [RESUME] * 4, [])
-    rows["port of a program"] = (program, [1, 1], [IN_USE, IN_USE])
-    rows["killed and started again"] = (restart, [0, 0], [])
-    rows["process 1 replaced"] = (replaced, [RESUME, 0, 0], ["lost process 1"])
+            add(f"second job, ranks {order}, first {first}", stopped, [IN_USE] * 2, newcomer, first, order)
+        add(f"rank 1 of a second job, first {first}", stopped[1:], [IN_USE], newcomer, first, [1])
+    add("same command twice", stopped, [IN_USE] * 2, newcomer, "training", (0, 1), same=True)
+    add("same command twice, the first stopped", [RESUME] * 4, [], taken_over)
+    add("port of a program", [1, 1], [IN_USE] * 2, program)
+    add("killed and started again", [0, 0], [], restart)
+    add("process 1 replaced", [RESUME, 0, 0], ["lost process 1"], replaced)
+    wrong = "expected COORDINATOR_ADDRESS as HOST:PORT or [IPV6]:PORT with a port from 1 to 65535, got "
     for address in ("localhost", "localhost:0", "localhost:70000", "localhost:abc", "::1:1234", ":1234"):
-        expected = (
-            f"expected COORDINATOR_ADDRESS as HOST:PORT or [IPV6]:PORT with a port from 1 to 65535, got '{address}'"
-        )
-        rows[f"address {address}"] = (lambda f, a=address: end(start(f, a, [0])), [1], [expected])
-    rows["unknown host"] = (
-        lambda f: end(start(f, "no.such.host.invalid:1234", [1], start_timeout=5)),
-        [1],
-        ["expected a host that has an address in COORDINATOR_ADDRESS=no.such.host.invalid:1234: "],
-    )
-    rows["IPv6 address"] = (lambda f: end(start(f, f"[::1]:{runs.free_port()}", (0, 1))), [0, 0], [])
+        add(f"address {address}", [1], [f"{wrong}'{address}'"], whole, address, [0])
+    host = "no.such.host.invalid:1234"
+    unknown = f"expected a host that has an address in COORDINATOR_ADDRESS={host}: "
+    add("unknown host", [1], [unknown], whole, host, [1], start_timeout=5)
+    add("IPv6 address", [0, 0], [], lambda folder: whole(folder, f"[::1]:{runs.free_port()}", (0, 1)))
     for platform in ("gpuu", "cuda", "cpu,gpuu"):
-        expected = f"expected JAX_PLATFORMS to name a platform of this machine, got '{platform}': "
-        rows[f"JAX_PLATFORMS={platform}"] = (
-            lambda f, p=platform: end(start(f, 1234, [0], count=1, JAX_PLATFORMS=p)),
-            [1],
-            [expected],
-        )
+        name = f"JAX_PLATFORMS={platform}"
+        text = f"expected JAX_PLATFORMS to name a platform of this machine, got '{platform}': "
+        add(name, [1], [text], whole, 1234, [0], count=1, JAX_PLATFORMS=platform)
+    asked = "asked to stop: no new step to save"
     for number, seconds in ((signal.SIGTERM, 0.3), (signal.SIGTERM, 1.5), (signal.SIGUSR1, 0.7), (signal.SIGINT, 1.0)):
-        rows[f"{number.name} {seconds} s after the start"] = (
-            lambda f, n=number, s=seconds: signaled(f, n, s),
-            [RESUME],
-            ["asked to stop: no new step to save"],
-        )
+        add(f"{number.name} {seconds} s after the start", [RESUME], [asked], signaled, number, seconds)
     missing = "process 0: expected 2 processes within 20 s, got fewer; without a start in "
-    both = (
-        lambda f: signaled(f, signal.SIGTERM, 0.3, (0, 1)),
-        [RESUME] * 2,
-        [missing, "asked to stop: no new step to save"],
-    )
-    rows["SIGTERM to process 1 while it imports"] = both
+    texts = [missing, asked]
+    add("SIGTERM to process 1 while it imports", [RESUME] * 2, texts, signaled, signal.SIGTERM, 0.3, (0, 1))
     for number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
-        for joined in (False, True):
-            if joined and number == signal.SIGABRT:  # waits for a report of the coordination service
-                continue
-            rows[f"{number.name} {'after' if joined else 'before'} joining"] = (
-                lambda f, n=number, j=joined: crash(f, n, joined=j),
-                [-number],
-                [f"process 1: native code crashed ({number.name}): "],
-            )
+        line = f"process 1: native code crashed ({number.name}): "
+        add(f"{number.name} before joining", [-number], [line], crash, number, joined=False)
+        if number != signal.SIGABRT:  # waits for a report of the coordination service
+            add(f"{number.name} after joining", [-number], [line], crash, number, joined=True)
     return rows
 
 

@@ -5,16 +5,10 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+import runs
 
 from infcl_jax.training import Checkpointer
 from tests.faults import soak
-
-
-class NoData:
-    """Data iterator without data."""
-
-    def get_state(self):
-        return {}
 
 
 def save(checkpoints, steps):
@@ -22,7 +16,7 @@ def save(checkpoints, steps):
     for step in steps:
         params = {"kernel": jnp.full((8, 8), step, jnp.float32)}
         others = dict.fromkeys(("opt_state", "batch_stats", "samples", "ema"))
-        checkpoints.save(step, SimpleNamespace(step=jnp.asarray(step), params=params, **others), NoData())
+        checkpoints.save(step, SimpleNamespace(step=jnp.asarray(step), params=params, **others), runs.NoData())
     checkpoints.wait()
     return soak.usage(os.getpid())
 

@@ -50,12 +50,7 @@ DEFAULTS = {
 
 @dataclasses.dataclass
 class Run:
-    """Processes of a run.
-
-    Attributes:
-      workdir: its work directory.
-      processes: processes by rank.
-    """
+    """Processes of a run, by rank."""
 
     workdir: Path
     processes: list[subprocess.Popen]

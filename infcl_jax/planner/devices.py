@@ -55,19 +55,21 @@ class Device(NamedTuple):
 
 
 # Memory as the driver reports it; rates of NVIDIA's data sheets, SXM boards where there are several.
-_KNOWN = (
-    Device("A10", 23_028 * _MIB, "triton", 72, "NVIDIA A10", 600, 32, 12.5),
-    Device("A100-40", 40_960 * _MIB, "triton", 108, "NVIDIA A100", 1555, 300, 25),
-    Device("A100-80", 81_920 * _MIB, "triton", 108, "NVIDIA A100", 2039, 300, 25),
-    Device("H100-80", 81_559 * _MIB, "mosaic_gpu", 132, "NVIDIA H100", 3350, 450, 50),
-    Device("H200-141", 143_771 * _MIB, "mosaic_gpu", 132, "NVIDIA H200", 4800, 450, 50),
-    Device("L4", 23_034 * _MIB, "triton", 58, "NVIDIA L4", 300, 32, 12.5),
-    Device("L40S", 46_068 * _MIB, "triton", 142, "NVIDIA L40S", 864, 32, 12.5),
-    Device("RTX3090", 24_576 * _MIB, "triton", 82, "NVIDIA GeForce RTX 3090", 936, 32, 12.5),
-    Device("RTX4090", 24_564 * _MIB, "triton", 128, "NVIDIA GeForce RTX 4090", 1008, 32, 12.5),
-    Device("V100-32", 32_768 * _MIB, "xla", 80, "Tesla V100-SXM2-32GB", 900, 150, 12.5),
-)
-DEVICES = {device.name: device for device in _KNOWN}
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A10", 23_028 * _MIB, "triton", 72, "NVIDIA A10", 600, 32, 12.5),
+        Device("A100-40", 40_960 * _MIB, "triton", 108, "NVIDIA A100", 1555, 300, 25),
+        Device("A100-80", 81_920 * _MIB, "triton", 108, "NVIDIA A100", 2039, 300, 25),
+        Device("H100-80", 81_559 * _MIB, "mosaic_gpu", 132, "NVIDIA H100", 3350, 450, 50),
+        Device("H200-141", 143_771 * _MIB, "mosaic_gpu", 132, "NVIDIA H200", 4800, 450, 50),
+        Device("L4", 23_034 * _MIB, "triton", 58, "NVIDIA L4", 300, 32, 12.5),
+        Device("L40S", 46_068 * _MIB, "triton", 142, "NVIDIA L40S", 864, 32, 12.5),
+        Device("RTX3090", 24_576 * _MIB, "triton", 82, "NVIDIA GeForce RTX 3090", 936, 32, 12.5),
+        Device("RTX4090", 24_564 * _MIB, "triton", 128, "NVIDIA GeForce RTX 4090", 1008, 32, 12.5),
+        Device("V100-32", 32_768 * _MIB, "xla", 80, "Tesla V100-SXM2-32GB", 900, 150, 12.5),
+    )
+}
 
 
 def device_named(name: str) -> Device:

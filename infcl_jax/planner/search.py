@@ -35,7 +35,7 @@ def largest_batch(workload: Workload, memory_limit: int) -> int:
     def fits(count: int) -> bool:
         return plan_memory(dataclasses.replace(workload, batch_size=step * count), memory_limit).fits
 
-    return step * _at_least_one(_largest(fits), f"a batch of {step}")
+    return step * _largest(fits, f"a batch of {step}")
 
 
 def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
@@ -62,7 +62,7 @@ def largest_chunk_size(workload: Workload, memory_limit: int) -> int:
     def fits(count: int) -> bool:
         return count <= len(sizes) and plan_memory(workload.with_cache(chunk_size=sizes[count - 1]), memory_limit).fits
 
-    return sizes[_at_least_one(_largest(fits), f"a chunk of {devices} of the batch of {batch_size}") - 1]
+    return sizes[_largest(fits, f"a chunk of {devices} of the batch of {batch_size}") - 1]
 
 
 def largest_keep(workload: Workload, memory_limit: int) -> int:
@@ -187,19 +187,10 @@ def _recomputed_share(workload: Workload) -> float:
     return recomputed * (7 / 12 if workload.cache.keep_residual else 1)
 
 
-def _at_least_one(count: int, least: str) -> int:
-    if not count:
-        raise ValueError(
-            f"expected memory for {least} with these settings, got less; use smaller chunks, more devices or a smaller"
-            " model"
-        )
-    return count
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
+def _largest(fits: Callable[[int], bool], least: str | None = None) -> int:
     """Find the largest count that fits by doubling, then bisection.
 
-    `fits` must be False above some count. Returns 0 if 1 does not fit.
+    `fits` must be False above some count. If 1 does not fit, returns 0, or raises an error that names the `least`.
     """
     low, high = 0, 1
     while fits(high):
@@ -207,4 +198,9 @@ def _largest(fits: Callable[[int], bool]) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if not low and least:
+        raise ValueError(
+            f"expected memory for {least} with these settings, got less; use smaller chunks, more devices or a smaller"
+            " model"
+        )
     return low

@@ -88,7 +88,6 @@ class Outputs:
 
     Attributes:
       failures: number of failed attempts by file.
-      say: function that prints a line.
 
     Args:
       say: function that prints a line.

@@ -109,7 +109,7 @@ class Preemption:
             # A thread ends the process. Errors of lost connections are the consequence of other processes that left.
             self._threads[0].join()
         self._closed = True
-        self._wake()
+        os.write(self._write, b"\0")  # wakes the thread that waits for signals
         self._stirred.set()
         for thread in self._threads:
             thread.join()
@@ -128,7 +128,7 @@ class Preemption:
         if not self._joined:
             self._channel = channel()
             self._joined = True
-            self._wake()
+            os.write(self._write, b"\0")  # wakes the thread that waits for signals
             if self._channel is not None:
                 self._start(self._watch_processes, self._channel)
 
@@ -185,15 +185,11 @@ class Preemption:
         self._threads.append(threading.Thread(target=target, args=arguments, name="preemption", daemon=True))
         self._threads[-1].start()
 
-    def _wake(self) -> None:
-        """Let the thread that waits for signals look at the state."""
-        os.write(self._write, b"\0")
-
     def _ask(self, reason: str) -> None:
         """Request a stop on behalf of this process."""
         self._reason = reason
         self._stirred.set()
-        self._wake()
+        os.write(self._write, b"\0")  # wakes the thread that waits for signals
 
     def _watch_signals(self) -> None:
         """Handle signals and enforce the deadline, without waiting for anything else."""

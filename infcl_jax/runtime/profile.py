@@ -69,16 +69,15 @@ class Profile:
         """
         if self._first is not None and step == self._steps[-1]:
             jax.block_until_ready(metrics)
-            self._end(step)
+            self._end(f"{self._first} to {step}")
 
-    def _end(self, last: int | None) -> None:
-        first, self._first, self._steps = self._first, None, range(0)
+    def _end(self, steps: str) -> None:
+        self._first, self._steps = None, range(0)
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:
             self._fail(error)
             return
-        steps = f"{first} to {last}" if last is not None else f"from {first} on"
         self._say(
             f"profile of steps {steps}: tensorboard --logdir={self._folder} (pip install tensorboard xprof), or open "
             "its trace.json.gz in https://ui.perfetto.dev"
@@ -95,4 +94,4 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """End a trace that the run did not finish."""
         if self._first is not None:
-            self._end(None)
+            self._end(f"from {self._first} on")

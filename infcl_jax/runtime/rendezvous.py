@@ -132,9 +132,9 @@ def _introduce(connection: socket.socket, hello: dict[str, Any], deadline: float
     return False, b""
 
 
-def _identity(watch: ProcessWatch | None) -> dict[str, Any]:
+def _identity(watch: ProcessWatch | None) -> list[str]:
     """Return path and inode of the log folder; mounts may differ in the path."""
-    return {} if watch is None else {"path": os.path.realpath(watch.folder), "inode": watch.folder.stat().st_ino}
+    return [] if watch is None else [os.path.realpath(watch.folder), f"inode {watch.folder.stat().st_ino}"]
 
 
 def _listen(address: Address, count: int, deadline: float) -> socket.socket:
@@ -198,8 +198,8 @@ class _Server:
 
     def _admit(self, hello: dict[str, Any], connection: socket.socket) -> str:
         """Return why a process is not admitted; empty if it is."""
-        rank, count = hello.get("rank"), self._hello["count"]
-        if not _same_run(self._hello["folder"], hello.get("folder")):
+        rank, count, own, folder = hello.get("rank"), self._hello["count"], self._hello["folder"], hello.get("folder")
+        if own != folder and not (isinstance(folder, list) and any(name in folder for name in own)):
             return _OTHER_RUN
         if hello.get("count") != count or type(rank) is not int or not 0 <= rank < count:
             return f"expected NUM_PROCESSES={count}, as process 0 has, got {hello.get('count')} in process {rank}"
@@ -210,10 +210,3 @@ class _Server:
             if len(self._members) == count:
                 self._complete.set()
         return ""
-
-
-def _same_run(own: dict[str, Any], other: Any) -> bool:
-    """Return whether two folders are the same; without folders all runs are."""
-    if not isinstance(other, dict) or not own or not other:
-        return own == other
-    return own["path"] == other.get("path") or own["inode"] == other.get("inode")

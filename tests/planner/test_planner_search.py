@@ -21,7 +21,7 @@ MIB = 1 << 20
 SEARCHES = [{}, {"devices": 4}, {"devices": 2, "chunk_size": 48}, {"chunk_size": 64, "residency": "host"}]
 
 
-@pytest.mark.parametrize(("settings", "memory"), zip(SEARCHES, [24 * MIB, 150 * MIB] * 2, strict=True))
+@pytest.mark.parametrize(("settings", "memory"), list(zip(SEARCHES, [24 * MIB, 150 * MIB] * 2, strict=True)))
 def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
     run = runs.workload(**(settings | {"batch_size": settings.get("chunk_size", settings.get("devices", 1))}))
     found, step = largest_batch(run, memory), run.cache.chunk_size or run.devices

@@ -192,9 +192,9 @@ def test_a_host_without_an_address_is_named(tmp_path, host):
 
 
 def test_a_folder_is_recognized_by_its_path_or_its_inode():
-    own = {"path": "/a", "inode": 7}
-    assert rendezvous._same_run(own, {"path": "/b", "inode": 7}) and rendezvous._same_run(
-        own, {"path": "/a", "inode": 8}
-    )
-    assert not rendezvous._same_run(own, {"path": "/b", "inode": 8}) and not rendezvous._same_run(own, {})
-    assert rendezvous._same_run({}, {}) and not rendezvous._same_run(own, None)
+    for own, other, same in (
+        *((["/a", "7"], ["/b", "7"], True), (["/a", "7"], ["/a", "8"], True), (["/a", "7"], ["/b", "8"], False)),
+        *((["/a", "7"], [], False), (["/a", "7"], None, False), ([], [], True)),
+    ):
+        server = rendezvous._Server(None, {"count": 2, "folder": own})
+        assert (server._admit({"rank": 1, "count": 2, "folder": other}, None) == "") == same

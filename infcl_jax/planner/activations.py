@@ -55,16 +55,11 @@ class EncoderMemory:
 
     Parameters, inputs and gradients of the parameters are excluded. The encoder is traced for two numbers of rows when
     a function is first read, on the device of that moment.
-
-    Attributes:
-      model: model of the encoder.
-      name: tower.
-      frozen: names of the frozen parameters.
     """
 
     model: CLIP | TextPair
-    name: str
-    frozen: frozenset[str]
+    name: str  # of the tower
+    frozen: frozenset[str]  # names of the frozen parameters
 
     @property
     def row_bytes(self) -> int:
@@ -153,10 +148,7 @@ def parameter_shapes(model: CLIP | TextPair) -> Any:
 def encoder_memory(model: CLIP | TextPair, frozen: frozenset[str] = frozenset()) -> tuple[EncoderMemory, ...]:
     """Memory of both encoders on the device of the trace.
 
-    Args:
-      model: model of the encoders.
-      frozen: names of the frozen parameters, see `infcl_jax.training.frozen_parameters`. A tower without trained
-        parameters is traced as if it were trained; its `forward` does not depend on that.
+    A tower without trained parameters is traced as if it were trained; its `forward` does not depend on that.
     """
     shapes = parameter_shapes(model)
     prefixes = tuple(f"{towers_of(shapes)[name]}/" for name in frozen_towers(shapes, frozen))

@@ -120,17 +120,11 @@ class Workload:
 
 
 class EncoderRows(NamedTuple):
-    """Rows of one encoder on one device.
+    """Rows of one encoder on one device."""
 
-    Attributes:
-      block: its rows of the batch.
-      shard: rows of a full chunk; all rows without caching.
-      stored: rows that are not recomputed; all rows without caching.
-    """
-
-    block: int
-    shard: int
-    stored: int
+    block: int  # its rows of the batch
+    shard: int  # rows of a full chunk; all rows without caching
+    stored: int  # rows that are not recomputed; all rows without caching
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

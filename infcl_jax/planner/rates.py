@@ -17,17 +17,11 @@ _TERA, _GIGA = 1e12, 1e9
 
 
 class Kernels(NamedTuple):
-    """Rates of kernels that memory bandwidth limits, in bytes per second.
+    """Rates of kernels that memory bandwidth limits, in bytes per second."""
 
-    Attributes:
-      forward: LayerNorm, bias with activation, and residual sums, in the forward pass.
-      backward: the same in the backward pass.
-      attention: rates of attention, forward and backward, by sequence length, in ascending order. They count 4 tensors
-        forward and 8 backward.
-    """
-
-    forward: float
-    backward: float
+    forward: float  # LayerNorm, bias with activation, and residual sums
+    backward: float  # the same in the backward pass
+    # Forward and backward by sequence length, in ascending order. They count 4 tensors forward and 8 backward.
     attention: dict[int, tuple[float, float]]
 
     def attention_rates(self, positions: int) -> tuple[float, float]:
@@ -49,15 +43,10 @@ class Kernels(NamedTuple):
 
 
 class LossRate(NamedTuple):
-    """Rate of the loss with its gradients on one GPU.
+    """Rate of the loss with its gradients on one GPU."""
 
-    Attributes:
-      flops: FLOP/s, counting 8 FLOPs for each pair of features and channel.
-      overhead: seconds of each call besides, on an H200 and any other GPU.
-    """
-
-    flops: float
-    overhead: float
+    flops: float  # FLOP/s, counting 8 FLOPs for each pair of features and channel
+    overhead: float  # seconds of each call besides, on an H200 and any other GPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,27 +18,15 @@ from infcl_jax.training.sharding import bytes_per_device
 
 
 class StateBytes(NamedTuple):
-    """Bytes of parameters, gradients and optimizer state.
-
-    Shards are those of one device; without "fsdp" a shard is everything.
-
-    Attributes:
-      parameters: all parameters.
-      trained: trained parameters.
-      parameter_shard: shard of the parameters.
-      updates: shard of the updates, which have the shapes and dtypes of the trained parameters.
-      optimizer: shard of the optimizer state.
-      ema: shard of the fp32 moving averages of the trained parameters.
-      trained_gradients: gradients of the trained parameters, in at least fp32.
-    """
+    """Bytes of parameters, gradients and optimizer state; without "fsdp" the shard of a device is everything."""
 
     parameters: int
-    trained: int
+    trained: int  # parameters
     parameter_shard: int
-    updates: int
-    optimizer: int
-    ema: int
-    trained_gradients: int
+    updates: int  # shard with the shapes and dtypes of the trained parameters
+    optimizer: int  # shard of its state
+    ema: int  # shard of the fp32 moving averages of the trained parameters
+    trained_gradients: int  # in at least fp32
 
     def gradients(self, on_device: bool) -> int:
         """Accumulated gradients and copies of the parameters, with the batch in device memory or not."""

@@ -25,19 +25,12 @@ _FORWARD_WEIGHTS, _BACKWARD_WEIGHTS = 4, 6
 
 
 class TowerTime(NamedTuple):
-    """Seconds of one encoder for the rows of one pass on one GPU.
-
-    Attributes:
-      forward: forward pass.
-      backward: backward pass, with what `remat` recomputes.
-      residual: part of the forward pass that a stored residual stream saves.
-      measured: whether the times of such a tower were compared with measurements.
-    """
+    """Seconds of one encoder for the rows of one pass on one GPU."""
 
     forward: float
-    backward: float
-    residual: float
-    measured: bool
+    backward: float  # with what `remat` recomputes
+    residual: float  # part of the forward pass that a stored residual stream saves
+    measured: bool  # whether the times of such a tower were compared with measurements
 
 
 class _Gemm(NamedTuple):
@@ -67,15 +60,8 @@ def tower_time(
     """Estimate the times of a tower.
 
     GEMMs take their FLOPs in whole waves of tiles. All other kernels take the bytes that they move: LayerNorm, bias
-    with activation and residual sums at one rate for each pass, attention at a rate by sequence length.
-
-    Args:
-      tower: configuration of the tower.
-      embed_dim: size of the features.
-      rows: images or texts.
-      rates: rates of the GPU.
-      dtype: dtype of activations and GEMMs.
-      forward_flops: FLOPs of one row, for a ResNet.
+    with activation and residual sums at one rate for each pass, attention at a rate by sequence length. A ResNet takes
+    its `forward_flops` for each row.
     """
     # fp32 operands are rounded to TF32, whose peak is half that of bf16 in NVIDIA's data sheets. Not measured.
     gemm_rate, size = (rates.gemm / 2, 4) if dtype == "float32" else (rates.gemm, 2)

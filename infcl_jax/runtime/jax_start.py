@@ -34,10 +34,8 @@ _PACKAGE = os.path.dirname(__file__)
 def set_variables(*, gpu_decode: bool = False) -> None:
     """Set XLA flags, memory fraction and hardware queues, unless the user has set them.
 
-    Warns if JAX has already started without them.
-
-    Args:
-      gpu_decode: whether the GPUs may decode images; sets `CUDA_DEVICE_MAX_CONNECTIONS` and turns off CUDA graphs.
+    Warns if JAX has already started without them. If the GPUs may decode images, sets `CUDA_DEVICE_MAX_CONNECTIONS` and
+    turns off CUDA graphs.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     present = {flag.split("=")[0] for flag in flags}
@@ -83,10 +81,7 @@ def start_platforms() -> None:
 
 
 def memory_share() -> float:
-    """Fraction of GPU memory that JAX preallocates.
-
-    Read from `XLA_CLIENT_MEM_FRACTION` or `XLA_PYTHON_CLIENT_MEM_FRACTION`; 0.9 by default.
-    """
+    """Fraction of GPU memory that JAX preallocates, 0.9 by default."""
     return float(_given_share() or MEMORY_SHARE)
 
 

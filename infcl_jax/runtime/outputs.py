@@ -160,6 +160,7 @@ class AppendFile:
         self._bytes = 0  # of the records in memory
         self._size = sys.maxsize if keep is None else keep  # bytes of whole records in the file
         self._inode: tuple[int, int] | None = None  # device and inode of the file with that size
+        self._torn = False  # the file may end with a part of a record
         self._flush()
 
     def write(self, record: bytes) -> None:
@@ -189,45 +190,43 @@ class AppendFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_writable(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            size = self._whole_size(os.fstat(descriptor))
-            os.ftruncate(descriptor, size)  # a record that failed, or those that a resumed run writes again
-            data = memoryview(b"".join(([] if size else [self._header]) + [*self._records]))
+            status = os.fstat(descriptor)
+            self._size = self._whole_size(status)
+            self._inode, self._torn = (status.st_dev, status.st_ino), True
+            if self._size < status.st_size:
+                os.ftruncate(descriptor, self._size)
+            data = memoryview(b"".join(([] if self._size else [self._header]) + [*self._records]))
             written = 0
             try:
                 while written < len(data):  # on a nearly full disk, `os.write` may write fewer bytes
                     written += os.write(descriptor, data[written:])
             except OSError:
                 with contextlib.suppress(OSError):  # else the next attempt cuts it
-                    os.ftruncate(descriptor, size)
+                    os.ftruncate(descriptor, self._size)
                 raise
         finally:
             os.close(descriptor)  # network file systems report a full disk here
-        self._size = size + len(data)
+        self._size, self._torn = self._size + len(data), False
         self._records.clear()
         self._bytes = 0
 
     def _whole_size(self, status: os.stat_result) -> int:
-        """Return the bytes of whole records in the file, which may be another one than before."""
-        inode = status.st_dev, status.st_ino
-        # New, or back after its disk was away. A new file can have the inode of a removed one.
-        if inode != self._inode or status.st_size < self._size:
-            if self._inode is None:
-                self._size = min(self._size, status.st_size)
-            else:
-                self._size = status.st_size
-                if not self._size:
-                    self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
-            self._inode = inode
-        return self._size
+        """Return the bytes of the file without those of a record that failed."""
+        if self._inode is None:
+            return min(self._size, status.st_size)
+        # Another file, or back after its disk was away. A new file can have the inode of a removed one.
+        if self._inode != (status.st_dev, status.st_ino) or status.st_size < self._size:
+            if status.st_size == 0:
+                self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
+            return status.st_size
+        return self._size if self._torn else status.st_size
 
 
 def lines_until(path: Path, step: int | None, step_of: Callable[[bytes], int]) -> list[bytes]:
     """Read the whole lines of a file up to a step, which a resumed run keeps.
 
-    Args:
-      path: file; a missing one has no lines.
-      step: last step to keep; None: all.
-      step_of: function from a line to its step. An error that it raises for a damaged line ends the lines.
+    A missing file has none. With `step` None, all are kept. `step_of` returns the step of a line; an error that it
+    raises for a damaged line ends the lines.
     """
     lines = []
     for line in read_regular(path, LINES_BYTES).splitlines(keepends=True) if path.is_file() else ():

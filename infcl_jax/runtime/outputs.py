@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from infcl_jax.runtime.file_io import LINES_BYTES, open_writable, read_regular
@@ -27,7 +27,7 @@ _REASONS = {
     errno.ESTALE: "the folder was removed",
 }
 
-_printers: list[Callable[..., None]] = []  # the last one prints the lines of `print_line`
+printers: list[Callable[..., None]] = []  # the last one prints the lines of `print_line`, in any thread
 
 
 def reason(error: OSError) -> str:
@@ -40,8 +40,8 @@ def print_line(*lines: str) -> None:
 
     Control characters are escaped, so that no name of a file or dataset moves the cursor or forges a line.
     """
-    if _printers:
-        _printers[-1](*lines)
+    if printers:
+        printers[-1](*lines)
     else:
         write_stdout("".join(f"{printable(line)}\n" for line in lines))
 
@@ -60,16 +60,6 @@ def write_stdout(text: str) -> None:
     except OSError:
         if sys.stdout.closed:
             raise
-
-
-@contextlib.contextmanager
-def printed_by(printer: Callable[..., None]) -> Iterator[None]:
-    """Give the lines of `print_line` to a function, which any thread may call."""
-    _printers.append(printer)
-    try:
-        yield
-    finally:
-        _printers.remove(printer)
 
 
 class Outputs:

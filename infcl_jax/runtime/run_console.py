@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from infcl_jax.runtime.live_line import LiveLine, live_line
-from infcl_jax.runtime.outputs import AppendFile, Outputs, printed_by, write_stdout
+from infcl_jax.runtime.outputs import AppendFile, Outputs, printers, write_stdout
 from infcl_jax.runtime.printable import printable
 
 LOG_FILE = "run.log"
@@ -212,7 +212,8 @@ class RunConsole:
 
     def __enter__(self) -> Self:
         """Print the lines of `print_line`, and log the warnings of the package's loggers."""
-        self._contexts.enter_context(printed_by(self.print))
+        printers.append(self.print)
+        self._contexts.callback(printers.remove, self.print)
         handler = _Warnings(self)
         logger = logging.getLogger("infcl_jax")
         logger.addHandler(handler)

@@ -56,9 +56,8 @@ class Pauses:
 
     def left(self, step: int) -> dict[str, int]:
         """Count the evaluations and checkpoints left when a step has finished, its own included."""
-        evaluated, saved = self._multiples(step, self.eval_every), self._multiples(step, self.checkpoint_every)
-        if not self.evaluates:
-            return {"evaluation": 0, "checkpoint": len(saved)}
+        evaluated = self._multiples(step, self.eval_every) if self.evaluates else set()
+        saved = self._multiples(step, self.checkpoint_every)
         return {"evaluation": len(evaluated), "checkpoint": len(saved | evaluated if self.saves_evaluated else saved)}
 
     def _multiples(self, step: int, every: int) -> set[int]:

@@ -50,6 +50,9 @@ MODEL = {
     "text.context_length": CONTEXT,
 }
 OVERRIDES = ",".join(f"{name}={value}" for name, value in MODEL.items())
+# Settings of `infcl_jax.train` for the smallest run on the digits.
+SMALL = {"dataset": "digits", "model": "tiny", "model_overrides": OVERRIDES, "batch_size": 32, "cpu_devices": 1}
+SMALL |= {"optimizer": {"warmup_steps": 0}}
 
 
 def model(**changes):

@@ -42,11 +42,7 @@ class Run:
         names = [f"kind {'ab'[i % 2]}/{i}" for i in range(8)]
         captioned.write_folder(self.photos, [(name, {"jpg": captioned.jpeg(i)}) for i, name in enumerate(names)])
         self.task.write_text(self.code())
-        self.settings = {
-            "dataset": "digits",
-            "model": "tiny",
-            "model_overrides": runs.OVERRIDES,
-            "batch_size": 32,
+        self.settings = runs.SMALL | {
             "total_steps": STEPS,
             "log_every": 1,
             "eval_every": EVAL_EVERY,
@@ -54,10 +50,8 @@ class Run:
             "keep_checkpoints": 1,
             "keep_best": METRIC if keep_best else None,
             "max_bad_records": 0,
-            "optimizer": {"warmup_steps": 0},
             "evaluation.batch_size": 8,
             "evaluations": (str(self.task),),
-            "cpu_devices": 1,
         }
 
     def code(self, fields: str = "") -> str:

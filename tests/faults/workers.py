@@ -60,16 +60,7 @@ def kill(workdir: Path, number: signal.Signals, delay: float) -> tuple[int, floa
 
 def run_script(text: str, folder: Path, by: str) -> tuple[int, float, list[str]]:
     """Run a script by its path, from standard input, with `-c` or with `-m`."""
-    settings = {
-        "dataset": "digits",
-        "model": "tiny",
-        "model_overrides": runs.OVERRIDES,
-        "batch_size": 32,
-        "total_steps": 4,
-        "num_workers": 2,
-        "cpu_devices": 1,
-        "optimizer": {"warmup_steps": 0},
-    }
+    settings = runs.SMALL | {"total_steps": 4, "num_workers": 2}
     text = text.format(settings=settings, workdir=str(folder / "run"))
     (folder / "script.py").write_text(text)
     arguments = {"path": ["script.py"], "stdin": ["-"], "-c": ["-c", text], "-m": ["-m", "script"]}[by]

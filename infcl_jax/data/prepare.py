@@ -6,7 +6,6 @@ import collections
 import contextlib
 import io
 import logging
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from infcl_jax.data.sources.tfds import check_name, dataset_dir
 from infcl_jax.data.tokenizers import train_bpe
 from infcl_jax.data.tokenizers.base import SETTINGS_FILE
 from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
+from infcl_jax.runtime.file_io import make_writable
 from infcl_jax.runtime.progress import Progress
 
 _logger = logging.getLogger(__name__)
@@ -126,8 +126,6 @@ def _captions(source: Source, counts: collections.Counter[str]) -> Iterator[str]
 def check_writable(folder: Path, flag: str) -> None:
     """Create a folder, which a flag of a command names, and check that files can be written to it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        make_writable(folder)
     except OSError as error:
         raise OSError(f"cannot write to {folder} ({error.strerror}); choose another {flag}") from error

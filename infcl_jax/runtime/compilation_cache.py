@@ -4,7 +4,6 @@ import functools
 import hashlib
 import platform
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import jax
 import jaxlib
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from infcl_jax.runtime.file_io import user_cache
+from infcl_jax.runtime.file_io import make_writable, user_cache
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Fields that decide which instructions LLVM generates for the host: x86's names, then ARM's.
@@ -118,10 +117,7 @@ def _cpu() -> str:
 def _use_host_folder(parent: Path) -> None:
     """Set JAX's cache folder to this host's subfolder of `parent`, which must be writable."""
     try:
-        folder = parent.expanduser() / host_key()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            _set_jax_folder(folder)
+        _set_jax_folder(make_writable(parent.expanduser() / host_key()))
         # JAX leaves out programs that compile in less than a second. A run starts with more than a hundred of these.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory

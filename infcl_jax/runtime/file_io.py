@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,13 @@ def remove_unfinished(path: Path) -> None:
     """Remove the files that killed processes left in `replacing` of a path, whose stem may be a pattern of `glob`."""
     for file in path.parent.glob(f".{path.stem}.{'[0-9a-f]' * 32}{path.suffix}"):
         file.unlink(missing_ok=True)
+
+
+def make_writable(folder: Path) -> Path:
+    """Create a folder, and raise `OSError` unless files can be written to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
 
 
 def user_cache() -> Path:

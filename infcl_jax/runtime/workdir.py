@@ -2,11 +2,10 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from infcl_jax.runtime.file_io import read_json, replace_text
+from infcl_jax.runtime.file_io import make_writable, read_json, replace_text
 
 CONFIG_FILE = "config.json"
 
@@ -21,14 +20,11 @@ def prepare_workdir(workdir: str | os.PathLike[str]) -> Path:
     Raises:
       ValueError: the directory is not writable; the message gives the reason.
     """
-    workdir = Path(workdir)
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
+        return make_writable(Path(workdir))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(f"cannot write to workdir {workdir} ({reason}); choose another --workdir") from error
-    return workdir
 
 
 def save_config(workdir: Path, config: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.convert import config_of
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
-from infcl_jax.planner.activations import EncoderMemory, encoder_memory, feature_width, parameter_shapes
+from infcl_jax.planner.activations import EncoderMemory, Linear, encoder_memory, feature_width, parameter_shapes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.state import TeacherMemory, state_bytes
@@ -241,8 +241,9 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
     state = state_bytes(model, workload.optimizer, workload.devices, workload.parameter_sharding, names)
     encoders = dict(zip(row_shapes(model, 1), encoder_memory(model, names), strict=True))
     frozen = frozen_towers(parameter_shapes(model), names)
-    trained = {name: encoder for name, encoder in encoders.items() if name not in frozen}
     rows = {name: workload.rows(name) for name in encoders}
+    trained = [(encoder, rows[name]) for name, encoder in encoders.items() if name not in frozen]
+    activations = [_activations(encoder, r, cache.keep_residual) for encoder, r in trained]
     row_bytes = {
         name: width * dtype.itemsize if name in workload.precomputed else encoder.row_bytes
         for name, encoder in encoders.items()
@@ -261,9 +262,9 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         batch=sum(row_bytes[name] * (r.block if on_device else min(r.block, 2 * r.shard)) for name, r in rows.items()),
         next_batch=sum(row_bytes[name] * (r.block if on_device else r.shard) for name, r in rows.items()),
         features=2 * sum(r.block for r in rows.values()) * width * dtype.itemsize,
-        stored=sum(_stored(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),
+        stored=sum(stored for stored, _ in activations),
         transient=max(
-            *(_transient(encoder, rows[name], cache.keep_residual) for name, encoder in trained.items()),
+            *(transient for _, transient in activations),
             *(encoders[name].forward(rows[name].shard) for name in frozen if name not in workload.precomputed),
             0 if teacher is None else teacher.forward(workload.shard_rows),
             0,
@@ -300,20 +301,11 @@ def utilization(workload: Workload, device_kind: str) -> Callable[[float], float
     )
 
 
-def _stored(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> int:
-    """Bytes that the forward passes store for the backward pass."""
+def _activations(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> tuple[int, int]:
+    """Return the stored bytes, and the bytes of one chunk's backward pass beyond them."""
     recomputed = rows.block - rows.stored
     # Reading `residual` traces the encoder, which takes a second or more.
-    residual = encoder.residual(recomputed) if residual_stored and recomputed else 0
-    return encoder.stored(rows.stored) + residual
-
-
-def _transient(encoder: EncoderMemory, rows: EncoderRows, residual_stored: bool) -> int:
-    """Bytes of one chunk's backward pass beyond `MemoryPlan.stored`.
-
-    A recomputed chunk adds all its activations, except a stored residual stream. The activations of a stored chunk are
-    already part of `MemoryPlan.stored`.
-    """
-    if rows.stored == rows.block:
-        return max(0, encoder.peak(rows.shard) - encoder.stored(rows.shard))
-    return encoder.peak(rows.shard) - (encoder.residual(rows.shard) if residual_stored else 0)
+    residual = encoder.residual if residual_stored and recomputed else Linear(0, 0)
+    chunk_stored = residual(rows.shard) if recomputed else encoder.stored(rows.shard)
+    transient = max(0, encoder.peak(rows.shard) - chunk_stored)
+    return encoder.stored(rows.stored) + residual(recomputed), transient

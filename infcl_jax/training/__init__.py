@@ -19,11 +19,10 @@ from infcl_jax.training.losses import LOSSES, DistillConfig, loss_class, make_lo
 from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, read_metrics
 from infcl_jax.training.nonfinite import ON_NONFINITE, check_finite
 from infcl_jax.training.optimizer_config import OptimizerConfig
-from infcl_jax.training.optimizers import check_optimizer, make_optimizer
+from infcl_jax.training.optimizers import check_optimizer, learning_rate_schedule, make_optimizer
 from infcl_jax.training.replay import replayed
 from infcl_jax.training.restore import restore_variables
 from infcl_jax.training.safeguards import Safeguards
-from infcl_jax.training.schedules import learning_rate_schedule
 from infcl_jax.training.state import TrainState, create_state, parameter_count
 from infcl_jax.training.step import make_train_step
 from infcl_jax.training.text_retrieval import TextRetrievalConfig

@@ -25,8 +25,7 @@ from infcl_jax.training.checkpoint_folder import (
 )
 from infcl_jax.training.manifest import ANNOUNCEMENT, add_results, write_manifest
 from infcl_jax.training.nonfinite import first_nonfinite_norm
-from infcl_jax.training.orbax_fixes import failure_reason, orbax_fixes
-from infcl_jax.training.restore import array_fields, check_array_types, readable
+from infcl_jax.training.restore import array_fields, check_array_types, failure_reason, orbax_fixes, readable
 
 # Seconds until processes give up waiting for the write of another one, such as one whose disk is full.
 _SAVE_SECONDS = 600
@@ -233,20 +232,11 @@ class Checkpointer:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
         with readable(path):
             fields = self._checkpointer.restore(path, args)["state"]
-        if data is not None:
-            self.restore_position(data)
+        if data is not None and (position := self.position()) is not None:
+            data.set_state(position)
         if state.samples is not None:
             fields["samples"] = state.samples._replace(**fields["samples"])
         return state.replace(**fields)
-
-    def restore_position(self, data: DataIterator) -> None:
-        """Move `data` to the position of the restored checkpoint, if there is one.
-
-        Raises:
-          ValueError: `data` rejects the position.
-        """
-        if (position := self.position()) is not None:
-            data.set_state(position)
 
     def position(self) -> dict[str, Any] | None:
         """Return the position in the data that the checkpoint to restore has, or None without a checkpoint.

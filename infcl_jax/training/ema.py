@@ -36,12 +36,6 @@ class EMAConfig:
         if not 0 <= self.decay < 1:
             raise ValueError(f"expected 0 <= ema_decay < 1, got {self.decay}")
 
-    def decay_after(self, update: Integer[Array, ""] | int) -> Float32[Array, ""] | float:
-        """Return the decay of an update, 1 for the first."""
-        if not self.warmup:
-            return self.decay
-        return jnp.minimum(self.decay, 1.0 - jnp.asarray(update, jnp.float32) ** -_WARMUP_POWER)
-
 
 def initial_ema(variables: Any) -> Any:
     """Copy variables to fp32, as the average before the first update."""
@@ -53,7 +47,10 @@ def updated_ema(config: EMAConfig, ema: Any, variables: Any, update: Integer[Arr
 
     Running statistics of batch normalization are averaged too, as by timm's `ModelEmaV3`.
     """
-    rate = 1.0 - config.decay_after(update)
+    decay: Float32[Array, ""] | float = config.decay
+    if config.warmup:
+        decay = jnp.minimum(decay, 1.0 - jnp.asarray(update, jnp.float32) ** -_WARMUP_POWER)
+    rate = 1.0 - decay
     # In this form, variables that do not change keep their average bit for bit.
     return jax.tree.map(lambda mean, value: mean + rate * (value.astype(jnp.float32) - mean), ema, variables)
 

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from infcl_jax import clip_loss, retrieval_loss, siglip_loss
+from infcl_jax import clip_loss, siglip_loss
 from infcl_jax.ops.pairwise_lse import available_implementations
 
 SCALES = (1.0, 14.3, 100.0)
@@ -42,18 +43,11 @@ def assert_matches_oracle(implementation, devices, rows, dim, dtype, kind, scale
 SHARED = 4, 13, 96  # devices, rows of each, dimension: the shape of several tests, compiled once
 # Every number of devices and every dimension with the two rings, both dtypes with every implementation.
 CASES = [(4, 96, jnp.float32), (2, 640, jnp.bfloat16), (1, 33, jnp.float32), (8, 384, jnp.bfloat16)]
-FURTHER = [(d, dim, dtype) for d in (1, 2, 4, 8) for dim in (33, 96, 384, 640) for dtype in (jnp.float32, jnp.bfloat16)]
 
 
 @pytest.mark.parametrize(
     ("implementation", "devices", "dim", "dtype"),
-    [
-        pytest.param(
-            name, *case, marks=[] if case in CASES[: 4 if name in ("xla", "ring") else 2] else pytest.mark.full
-        )
-        for name in available_implementations()
-        for case in FURTHER
-    ],
+    [(name, *case) for name in available_implementations() for case in CASES[: 4 if name in ("xla", "ring") else 2]],
 )
 def test_matches_oracle(implementation, devices, dim, dtype):
     for kind in oracle.KINDS:
@@ -61,25 +55,18 @@ def test_matches_oracle(implementation, devices, dim, dtype):
             assert_matches_oracle(implementation, devices, SHARED[1], dim, dtype, kind, scale)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("kind", oracle.KINDS)
-def test_odd_strips(kind, dtype):
-    for scale in SCALES:
-        assert_matches_oracle("xla", 1, 521, 33, dtype, kind, scale)
-
-
-@pytest.mark.parametrize(("devices", "kind"), [(4, "adversarial"), (4, "random"), (4, "aligned")])
-def test_odd_strips_on_several_devices(devices, kind):
-    assert_matches_oracle("xla", devices, 521, 33, jnp.float32, kind, 100.0)
+@pytest.mark.parametrize(("devices", "dtype"), [(1, jnp.float32), (1, jnp.bfloat16), (4, jnp.float32)])
+def test_odd_strips(devices, dtype):
+    for kind in oracle.KINDS:
+        assert_matches_oracle("xla", devices, 521, 33, dtype, kind, 100.0)
 
 
 @pytest.mark.parametrize("implementation", available_implementations())
 def test_same_gradients_on_any_number_of_devices(implementation):
     with jax.enable_x64(True):
         args = [jnp.asarray(a, jnp.float64) for a in (*oracle.features("random", 24, 24, 33), 14.3)]
-        results = [value_and_grad(implementation, n)(*args) for n in (1, 4, 8)]
-        for other in results[1:]:
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), results[0], other)
+        results = [value_and_grad(implementation, n)(*args) for n in (1, 8)]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15), *results)
 
 
 @pytest.mark.usefixtures("compiled_afresh")
@@ -88,20 +75,6 @@ def test_two_runs_are_bitwise_equal(implementation):
     args = (*oracle.features("random", 104, 104, 33), jnp.float32(100))
     first, second = (value_and_grad(implementation, 8)(*args) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
-
-
-@pytest.mark.parametrize("implementation", available_implementations())
-def test_finite_differences_of_the_scale(implementation):
-    with jax.enable_x64(True):
-        features = [jnp.asarray(a, jnp.float64) for a in oracle.features("random", 24, 24, 33)]
-
-        def loss(scale):
-            return value_and_grad(implementation, 4)(*features, jnp.asarray(scale, jnp.float64))
-
-        for scale in SCALES:
-            step = 1e-5 * scale
-            difference = (loss(scale + step)[0] - loss(scale - step)[0]) / (2 * step)
-            assert loss(scale)[1][2] == pytest.approx(float(difference), rel=1e-7, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +132,7 @@ def test_gradient_inside_shard_map_is_the_gradient_of_the_global_mean():
         assert oracle.relative_error(a, b) <= 1e-5
 
 
-@pytest.mark.parametrize("implementation", available_implementations())
+@pytest.mark.parametrize("implementation", ["dense", "ring", "disco"])
 def test_gradient_through_an_unchecked_shard_map(implementation):
     image, text = oracle.features("random", 32, 32, 33)
 
@@ -173,8 +146,9 @@ def test_gradient_through_an_unchecked_shard_map(implementation):
         assert oracle.relative_error(a, b) <= 1e-5
 
 
-@pytest.mark.parametrize("scale", [20.0, 60.0])
-@pytest.mark.parametrize("implementation", available_implementations())
+@pytest.mark.parametrize(
+    ("implementation", "scale"), [*zip(available_implementations(), itertools.cycle((20.0, 60.0))), ("xla", 60.0)]
+)
 def test_confident_pairs_keep_relative_precision(implementation, scale):
     """Losses and gradients of 1e-8 and 1e-25, far below fp32's resolution of the logits."""
     devices, rows_per_device, dim = SHARED
@@ -210,7 +184,7 @@ def test_a_row_opposite_to_a_cone(implementation):
         assert oracle.relative_error(got, want) <= 1e-5
 
 
-@pytest.mark.parametrize("loss", [clip_loss, functools.partial(siglip_loss, logit_bias=-10.0), retrieval_loss])
+@pytest.mark.parametrize("loss", [clip_loss, functools.partial(siglip_loss, logit_bias=-10.0)])
 def test_eager_calls_over_a_mesh_equal_one_device(loss):
     image, text = oracle.features("random", 24, 24, 33)
     eager = jax.value_and_grad(functools.partial(loss, mesh=oracle.mesh_of(8)), argnums=(0, 1, 2))
@@ -253,10 +227,11 @@ def test_mesh_with_two_batch_axes_and_explicit_axes():
     assert jax.jit(lambda i, t: clip_loss(i, t, 20.0, mesh=explicit))(image, text) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 4])
-def test_memory_is_linear_in_the_batch(devices):
+def test_memory_is_linear_in_the_batch():
+    devices = 4
+
     def workspace(b):
-        f = shapes = jax.ShapeDtypeStruct((b, 64), jnp.bfloat16)
+        shapes = jax.ShapeDtypeStruct((b, 64), jnp.bfloat16)
         f = value_and_grad("xla", devices)
         return f.lower(shapes, shapes, jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
 

@@ -14,7 +14,7 @@ REPEATED = ("local-1", "disco-1", "ring-1", "dense-8", "local-8", "disco-8", "xl
 REPEATED += ("retrieval-dense-1", "retrieval-local-4", "pairwise_lse-disco-4", "isogclr-local-4", "isogclr-disco-4")
 OFTEN = [name for name in CHECKS if not name.endswith(REPEATED)]
 NUMBERS = [
-    *((name, 8) for name in OFTEN),
+    *((name, 4) for name in OFTEN),
     *(pytest.param(name, 200, marks=pytest.mark.full) for name in CHECKS),
 ]
 

@@ -10,7 +10,6 @@ import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.models import TOWERS
-from infcl_jax.planner import Workload, plan_memory
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import (
     Checkpointer,
@@ -95,11 +94,6 @@ def test_gradient_caching_trains_the_same(run, cache):
     assert bits(after.params["visual"]) == bits(expected.params["visual"])
 
 
-def test_there_are_no_moments_of_what_is_frozen():
-    moments = [path for path, leaf in jax.tree.leaves_with_path(fresh("image").opt_state) if leaf.ndim]
-    assert moments and not any("visual" in jax.tree_util.keystr(path) for path in moments)
-
-
 @pytest.mark.parametrize("cache", [NO_CACHE, CHUNKS], ids=str)
 def test_no_gradient_of_it_is_computed(cache):
     """A frozen tower takes a third of a trained one's GEMMs without recomputation."""
@@ -120,19 +114,3 @@ def test_a_run_with_a_frozen_tower_is_restored(run, tmp_path):
         with pytest.raises(ValueError, match=f"the checkpoint of step {STEPS} is of another run"):
             checkpoints.restore_latest(fresh())
     assert runs.equal_bits(*(jax.device_get((s.step, s.params, s.opt_state)) for s in (restored, state)))
-
-
-def test_the_planner_leaves_out_what_is_frozen():
-    def plan(*frozen):
-        return plan_memory(Workload(model=runs.model(), optimizer=OPTIMIZER, batch_size=64, frozen=frozen))
-
-    whole, part, state = plan(), plan("image"), fresh("image")
-    assert part.parameters == whole.parameters
-    assert part.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
-    assert part.gradients == part.updates == sum(leaf.nbytes for leaf in jax.tree.leaves(state.trained))
-    assert part.stored + plan("text").stored == whole.stored
-
-
-def test_an_unknown_tower_is_refused():
-    with pytest.raises(ValueError, match=r"expected frozen to be one of \('image', 'text'\), got 'visual'"):
-        fresh("visual")

@@ -86,11 +86,9 @@ def reference(variant):
 @pytest.mark.parametrize(
     ("variant", "devices", "cache"),
     [
-        ("fastclip_v2", 4, {}),
         ("fastclip_v3", 4, {}),
         ("fastclip_v2", 2, {"chunk_size": 6, "keep": 1}),
-        ("fastclip_v2", 4, {"chunk_size": 8, "residency": "host"}),
-        ("fastclip_v3", 1, {"chunk_size": 8, "residency": "host"}),
+        ("fastclip_v3", 4, {"chunk_size": 8, "residency": "host"}),
     ],
     ids=str,
 )
@@ -102,7 +100,7 @@ def test_steps_depend_on_neither_devices_nor_caching(variant, devices, cache):
         np.testing.assert_allclose(got, other, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize(("variant", "devices"), [("fastclip_v2", 4), ("fastclip_v2", 2), ("fastclip_v3", 4)])
+@pytest.mark.parametrize(("variant", "devices"), [("fastclip_v2", 4), ("fastclip_v3", 2)])
 def test_a_resumed_run_repeats_the_losses(variant, devices, tmp_path):
     """Bit for bit on the same devices, up to rounding on half."""
     with Checkpointer(tmp_path) as checkpoints:
@@ -204,15 +202,9 @@ def test_what_does_not_fit_is_an_error_in_one_line():
     ("field", "value"),
     [
         ("mode", "paper"),
-        ("gamma_schedule", "linear"),
-        ("gamma_min", -0.1),
         ("gamma_epochs", 0),
-        ("rho", -1.0),
-        ("eps", 0.0),
         ("temperature_learning_rate", float("nan")),
         ("temperature_beta1", 1.0),
-        ("temperature_beta2", -0.1),
-        ("temperature_eps", 0.0),
     ],
 )
 def test_a_setting_out_of_range_is_named(field, value):

@@ -205,9 +205,10 @@ def test_the_optimizer_state_and_the_plan_leave_out_what_is_locked():
     ("unlocked", "message"),
     [
         ({"image": -1}, "expected unlocked_groups.image >= 0, got -1"),
+        ({"frozen": ("visual",)}, r"expected frozen to be one of \('image', 'text'\), got 'visual'"),
         ({"text": 2}, r"expected 'text' in frozen with unlocked_groups.text=2, got \('image',\)"),
     ],
 )
 def test_bad_unlocked_groups_are_refused(unlocked, message):
     with pytest.raises(ValueError, match=message):
-        locked(transformers(), ("image",), **unlocked)
+        locked(transformers(), **({"frozen": ("image",)} | unlocked))

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from infcl_jax import clip_loss, matryoshka, retrieval_loss, siglip_loss, verify
-from infcl_jax.ops.pairwise_lse import available_implementations
 from infcl_jax.verification import VerificationError
 
 ROWS, CHUNK, DEVICES, DIM = 32, 16, 4, 6  # 2 chunks on 4 devices: no power of one number is one of the other
@@ -161,19 +160,12 @@ MISTAKES = [
     ("missing_axis_name", *on_devices(axis_name=(), reduce=mean)),
     ("batch_statistics", {"chunk_size": CHUNK, "encoders": {**ENCODERS, "image": centered}}, None),
     pytest.param("missing_axis_name", *on_devices(axis_name=(), reduce=summed), marks=full),
-    pytest.param("missing_axis_name", *on_devices(axis_name=(), check_vma=False, reduce=mean), marks=full),
     pytest.param("psum_too_few", *on_devices(reduce=first_of), marks=full),
-    pytest.param(
-        "mean_over_chunks", {"chunk_size": CHUNK, "devices": 2}, on_chunks(merge=mean_of_chunks)[1], marks=full
-    ),
     pytest.param(
         "psum_too_few",
         {"devices": 2, "chunk_size": CHUNK},
         functools.partial(inside, reduce=mean, devices=2),
         marks=full,
-    ),
-    pytest.param(
-        "batch_statistics", {"devices": DEVICES, "encoders": {**ENCODERS, "image": centered}}, None, marks=full
     ),
     pytest.param("chunk_overwritten", {"chunk_size": CHUNK}, overwritten, marks=slow),
     pytest.param("chunk_losses", {"chunk_size": CHUNK}, accumulated, marks=slow),
@@ -214,8 +206,6 @@ RIGHT = [
     ({"chunk_size": CHUNK}, with_default),
     ({"devices": DEVICES, "chunk_size": CHUNK, "rng": RNG}, None),
     pytest.param(*on_devices(reduce=summed_gradients), marks=slow),
-    pytest.param({"devices": 8, "chunk_size": CHUNK}, None, marks=full),
-    pytest.param({}, None, marks=full),
 ]
 
 
@@ -274,15 +264,11 @@ LIBRARY = {
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        pytest.param(name, implementation, marks=slow if implementation == "xla" else full)
-        for name in LIBRARY
-        for implementation in available_implementations()
+        pytest.param(name, implementation, marks=slow)
+        for name, implementation in zip(LIBRARY, ("xla", "ring", "disco", "local"), strict=True)
     ],
 )
 def test_the_losses_of_the_library_pass(name, implementation, params, batch):
-    if name == "siglip" and implementation not in ("xla", "ring"):
-        pytest.skip("not an implementation of siglip_loss")
-
     def loss(params, features, mesh=None, implementation=None):
         implementation = None if name == "siglip" and implementation == "dense" else implementation
         scale = jnp.exp(params["scale"])
@@ -292,28 +278,6 @@ def test_the_losses_of_the_library_pass(name, implementation, params, batch):
         params, batch, None, loss=loss, devices=DEVICES, chunk_size=CHUNK, implementation=implementation, strict=True
     )
     assert report.ok
-
-
-def two_calls(params, features, mesh=None, implementation=None):
-    """Two losses of equal shapes; the second, of another weight, holds the text constant."""
-    options = {"mesh": mesh, "implementation": implementation}
-    return loss(params, features, **options) + 2 * loss(
-        params, features | {"text": jax.lax.stop_gradient(features["text"])}, **options
-    )
-
-
-# Numbers of rows that no other test uses, so that their traces are new.
-@pytest.mark.parametrize(("before", "rows"), [("nothing", 40), ("verification", 48), ("gradient", 56)])
-def test_the_verdict_does_not_depend_on_earlier_traces(before, rows, params):
-    batch = {name: np.random.default_rng(2).standard_normal((rows, 5)).astype(np.float32) for name in ENCODERS}
-    options = {"devices": DEVICES, "chunk_size": 8}
-    if before == "verification":
-        assert run(params, batch, None, **options).ok
-    elif before == "gradient":
-        x, y = (e(params, batch[name], None) for name, e in ENCODERS.items())
-        jax.grad(lambda x: clip_loss(x, y, jnp.exp(params["scale"]), mesh=oracle.mesh_of(DEVICES)))(x)
-    report = run(params, batch, None, loss=two_calls, **options)
-    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_every_step_is_that_of_other_libraries(number):
     np.testing.assert_allclose(schedule(jnp.arange(total)), GOLDEN[f"rates_{number}"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("final", "schedule"), zip((0.0, 1e-5, 0.0, 1e-5), SCHEDULES, strict=True))
+@pytest.mark.parametrize(("final", "schedule"), [*zip((0.0, 1e-5, 0.0, 1e-5), SCHEDULES, strict=True)])
 @pytest.mark.parametrize(("warmup", "cooldown", "total"), [(0, 0, 1), (9, 0, 10), (0, 10, 10), (3, 4, 10)])
 def test_schedules_warm_up_and_end_at_the_final_rate(schedule, warmup, cooldown, total, final):
     settings = {"schedule": schedule, "warmup_steps": warmup, "cooldown_steps": cooldown, "rsqrt_timescale": 2.0}

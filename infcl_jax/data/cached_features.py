@@ -186,10 +186,7 @@ def cache_features(
 def _segment_arrays(
     source: Source, tower: TowerInput, encode: Encode, rows: int, samples: range, threads: int
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Compute the arrays of a segment and the messages of its bad samples.
-
-    The arrays are those of `FeatureStore`.
-    """
+    """Compute the arrays of a segment, those of `FeatureStore`, and the messages of its bad samples."""
     messages: list[str] = []  # "" for good samples
     captions: list[tuple[str, ...]] = []
 

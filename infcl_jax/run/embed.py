@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,17 @@ def embed(
     )
     progress = Progress(source.name, len(source), "images", say, done=min(done * segment_rows, len(source)))
     encode = _encoded_captions if captions else _encoded_images
-    for segment, (feature, index) in enumerate(encode(encoder, _reported(batches), progress), start=done):
+    none = np.zeros((0, encoder.embed_dim), np.float32)
+    for segment, encoded in enumerate(encode(encoder, _reported(batches), progress), start=done):
+        feature = np.concatenate([none, *(batch["feature"] for batch in encoded)])
+        index = np.concatenate([np.zeros(0, np.int64), *(batch["index"] for batch in encoded)])
         samples, order = store.segment_range(segment), np.argsort(index, kind="stable")
         counts = np.bincount(index - samples.start, minlength=len(samples))
         bad += int(np.sum(counts == 0))
         if bad > limit:
             raise BadRecordError(f"{bad} bad records, more than the {limit} of --max_bad_records; check them")
         if is_lead():
-            features = np.asarray(feature[order], np.float32)
-            store.write(segment, {"features": features, "starts": np.cumsum([0, *counts], dtype=np.int64)})
+            store.write(segment, {"features": feature[order], "starts": np.cumsum([0, *counts], dtype=np.int64)})
     if bad == len(source):
         raise BadRecordError(f"expected images in {source.name}, got {bad} bad records; check the data")
     if not is_lead():
@@ -124,10 +126,8 @@ def embed(
     return f"{line}; left out: {bad} bad records" if bad else line
 
 
-def _encoded_images(
-    encoder: Encoder, batches: Iterable[Batch], progress: Progress
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode the images of each segment; yield features and indices."""
+def _encoded_images(encoder: Encoder, batches: Iterable[Batch], progress: Progress) -> Iterator[Sequence[Batch]]:
+    """Encode the images of each segment, with their indices."""
     encode = TowerEncoder(encoder.model, "encode_image", encoder.dim)
     encoded = encode_image_batches(encode, encoder.variables, batches, encoder.mesh)
 
@@ -136,22 +136,18 @@ def _encoded_images(
             progress.add(len(batch["index"]))
             yield batch
 
-    for segment in itertools.batched(counted(), _SEGMENT_BATCHES):
-        yield np.concatenate([batch["feature"] for batch in segment]), np.concatenate([b["index"] for b in segment])
+    return itertools.batched(counted(), _SEGMENT_BATCHES)
 
 
-def _encoded_captions(
-    encoder: Encoder, batches: Iterable[Batch], progress: Progress
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode the captions of each segment; yield features and indices of the images."""
-    encode, none = TowerEncoder(encoder.model, "encode_text", encoder.dim), np.zeros((0, encoder.embed_dim))
+def _encoded_captions(encoder: Encoder, batches: Iterable[Batch], progress: Progress) -> Iterator[Sequence[Batch]]:
+    """Encode the captions of each segment, with the indices of their images."""
+    encode = TowerEncoder(encoder.model, "encode_text", encoder.dim)
     for segment in itertools.batched(batches, _SEGMENT_BATCHES):
         captions = {key: np.concatenate([batch[key] for batch in segment]) for key in ("text", "text_index")}
         rows = len(segment[0]["mask"])
         encoded = list(encode_caption_rows(encode, encoder.variables, captions, encoder.mesh, rows))
-        index = np.concatenate([np.zeros(0, np.int64), *(batch["index"] for batch in encoded)])
-        progress.add(len(np.unique(index)))
-        yield np.concatenate([none, *(batch["feature"] for batch in encoded)]), index
+        progress.add(len({index for batch in encoded for index in batch["index"].tolist()}))
+        yield encoded
 
 
 def _reported(batches: Iterable[Batch]) -> Iterator[Batch]:

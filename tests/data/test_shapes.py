@@ -1,5 +1,5 @@
-import collections
 import dataclasses
+import hashlib
 import itertools
 import re
 
@@ -90,20 +90,12 @@ def test_what_a_caption_says_is_true_of_its_scene(split):
         assert said.items() <= facts.items() and "objects" in said, caption
 
 
-@pytest.mark.parametrize("split,brief_share", [("train", 0.5), ("validation", 0.0), ("zero_shot", 0.0)])
-def test_captions_are_brief_in_half_of_the_training_split_alone(split, brief_share):
-    count, kinds, full_with_background = 2000, collections.Counter(), 0
-    for index in range(count):
-        said, scene = meaning(shapes.render(split, index, 8).caption), shapes.sample_scene(split, index)
-        brief = said.keys() == {"objects"}
-        kinds[len(scene.objects), brief] += 1
-        if not brief:  # everything but the background, which only some forms name
-            assert said.keys() | {"background"} == truth(scene).keys()
-            full_with_background += "background" in said
-    for things in {things for things, _ in kinds}:  # 0.08 is over four standard deviations of half the samples
-        share = kinds[things, True] / (kinds[things, True] + kinds[things, False])
-        assert share == pytest.approx(brief_share, abs=0.08 * (brief_share > 0))
-    assert full_with_background / (kinds[1, False] + kinds[2, False]) == pytest.approx(1 / 3, abs=0.07)
+def test_captions_labels_and_scenes_never_change():
+    digest = hashlib.sha256()
+    for split, index in itertools.product(shapes.SPLITS, range(4000)):
+        _, caption, label = shapes.render(split, index, 1)
+        digest.update(repr((caption, label, shapes.sample_scene(split, index))).encode())
+    assert digest.hexdigest()[:16] == "370507db19e61610"
 
 
 def test_longest_caption_fits_the_byte_tokenizer_of_the_quickstart():
@@ -124,14 +116,6 @@ def test_longest_caption_fits_the_byte_tokenizer_of_the_quickstart():
     tokenizer = ByteTokenizer(model_config("tiny-shapes").text.context_length)
     text = "x" * shapes.MAX_CAPTION_BYTES
     assert tokenizer.decode(tokenizer(text)[0]) == text
-
-
-def test_forms_and_synonyms_are_all_used():
-    text = " ".join(shapes.render("train", index, 8).caption for index in range(4000))
-    attributes = (*COLORS, *SHAPES, *BACKGROUNDS, *SIZES, *PLACES, *RELATIONS)
-    missing = [phrase for attribute in attributes for phrase in shapes.phrases(attribute) if phrase not in text]
-    assert not missing
-    assert all(phrase in text for phrase in REVERSED)
 
 
 @pytest.mark.parametrize("name", ["purple circle", "red star"])
@@ -158,15 +142,6 @@ def test_image_size_does_not_change_the_scene():
         assert small[1:] == large[1:]
         shrunk = np.asarray(Image.fromarray(large.image).resize((32, 32), Image.Resampling.BOX), np.float32)
         assert np.abs(shrunk - small.image).mean() < 2.0
-
-
-def test_captions_identify_their_scene_in_a_gallery():
-    scenes = [truth(shapes.sample_scene("validation", index)) for index in range(500)]
-    said = [meaning(shapes.render("validation", index, 8).caption) for index in range(500)]
-    fits = np.array([[caption.items() <= scene.items() for scene in scenes] for caption in said])
-    assert fits.diagonal().all()
-    # The expected R@1, from text to image and back, of a model that reads perfectly and guesses among what fits.
-    assert (1 / fits.sum(axis=1)).mean() >= 0.8 and (1 / fits.sum(axis=0)).mean() >= 0.8
 
 
 def test_place_and_size_can_be_seen():
@@ -217,17 +192,6 @@ def test_shapes_and_colors_can_be_told_apart_at_32_pixels():
     means = np.array([colors[names[: len(known), 0] == color].mean(axis=0) for color in COLORS])
     gaps = np.linalg.norm(means[:, None] - means[None], axis=2)
     assert gaps[~np.eye(len(COLORS), dtype=bool)].min() > 75  # also to the eye: of 442 from black to white
-
-
-def test_labels():
-    zero_shot = collections.Counter(shapes.render("zero_shot", index, 8).label for index in range(72))
-    assert zero_shot == dict.fromkeys(range(36), 2) and len(shapes.CLASS_NAMES) == 36
-    pairs = 0
-    for index in range(400):
-        scene, label = shapes.sample_scene("train", index), shapes.render("train", index, 8).label
-        assert label == (-1 if scene.relation else shapes.CLASS_NAMES.index(scene.objects[0].name))
-        pairs += label == -1
-    assert 140 < pairs < 260
 
 
 def test_unknown_split():

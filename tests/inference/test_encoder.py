@@ -5,8 +5,6 @@ import functools
 import io
 import json
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +70,7 @@ def test_variables_are_those_of_the_checkpoint(workdir, states, step, restored):
     assert encoder.tokenizer(["a b"]).shape == (1, runs.CONTEXT)
 
 
-@pytest.mark.parametrize("count", [1, 8, 13])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("count", "devices"), [(1, 8), (8, 1), (13, 8)])
 def test_image_features_are_those_of_the_model(workdir, states, images, devices, count):
     encoder = infcl_jax.load(workdir, mesh=data_mesh(jax.devices()[:devices]), batch_size=8)
     features = encoder.encode_images(images[:count])
@@ -235,11 +232,6 @@ def test_a_run_that_was_killed_in_its_first_save_is_refused(workdir, states, tmp
     (tmp_path / "checkpoints" / folder).mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=f"^{message}$"):
         infcl_jax.load(tmp_path)
-
-
-def test_the_losses_do_not_import_the_encoder():
-    code = "import infcl_jax, sys; assert 'infcl_jax.data' not in sys.modules; infcl_jax.Encoder"
-    subprocess.run([sys.executable, "-c", code], cwd=runs.ROOT, check=True)
 
 
 @pytest.mark.parametrize("dim", [5, 16])

@@ -92,10 +92,10 @@ def test_what_a_caption_says_is_true_of_its_scene(split):
 
 def test_captions_labels_and_scenes_never_change():
     digest = hashlib.sha256()
-    for split, index in itertools.product(shapes.SPLITS, range(4000)):
+    for split, index in itertools.product(shapes.SPLITS, range(1000)):
         _, caption, label = shapes.render(split, index, 1)
         digest.update(repr((caption, label, shapes.sample_scene(split, index))).encode())
-    assert digest.hexdigest()[:16] == "370507db19e61610"
+    assert digest.hexdigest()[:16] == "359c59257c7985d7"
 
 
 def test_longest_caption_fits_the_byte_tokenizer_of_the_quickstart():

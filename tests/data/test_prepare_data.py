@@ -21,7 +21,9 @@ def finish(*flags):
 
 
 def children(pid):
-    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        child for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    ]
 
 
 def is_running(pid):
@@ -90,7 +92,7 @@ def test_killed_preparation_leaves_nothing_that_looks_complete(tmp_path):
         f"--data_dir={tmp_path}",
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # Two pool processes and multiprocessing's resource tracker.
+    # Worker processes and multiprocessing's resource tracker, started by any thread.
     wait_for(lambda: list(tmp_path.glob("shapes/quickstart/incomplete*")) and len(children(process.pid)) > 1)
     started = children(process.pid)
     process.send_signal(signal.SIGKILL)

@@ -24,8 +24,8 @@ from infcl_jax.losses import global_contrastive_loss as global_contrastive_loss
 from infcl_jax.losses import matryoshka as matryoshka
 from infcl_jax.losses import retrieval_loss as retrieval_loss
 from infcl_jax.losses import siglip_loss as siglip_loss
-from infcl_jax.ops.pairwise_lse import PairwiseLSE as PairwiseLSE
-from infcl_jax.ops.pairwise_lse import pairwise_lse as pairwise_lse
+from infcl_jax.ops.pairwise.lse import PairwiseLSE as PairwiseLSE
+from infcl_jax.ops.pairwise.lse import pairwise_lse as pairwise_lse
 from infcl_jax.run import notebook as notebook
 from infcl_jax.run.callbacks import Callback as Callback
 from infcl_jax.run.embed import embed as embed

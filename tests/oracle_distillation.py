@@ -5,9 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from infcl_jax.ops.pairwise_distillation.base import Block, Cotangents, NeedsGrad, Side, Sums
+from infcl_jax.ops.pairwise.distillation.block import (
+    DistillationBlock,
+    DistillationCotangents,
+    DistillationGradient,
+    Side,
+    SideSums,
+)
 
-EVERYTHING = NeedsGrad()
+EVERYTHING = DistillationGradient()
 
 
 def make(
@@ -22,7 +28,7 @@ def make(
     )
     masks = (jnp.asarray(rng.random(n) < 0.8) if masked else None for n in (bx, by))
     labels = jnp.arange(bx, dtype=jnp.int32) - 3 if own else None
-    return Block(
+    return DistillationBlock(
         x, y, jnp.float32(scale), teacher_x, teacher_y, jnp.float32(teacher_scale), *masks, labels
     )  # fmt: skip
 
@@ -66,7 +72,7 @@ def check(backend, block, *, needs_grad=EVERYTHING, dtype=jnp.float32, rounding=
     """
     rng, (bx, by) = np.random.default_rng(1), (len(block.x), len(block.y))
     keep = [np.ones(n, bool) if m is None else np.asarray(m) for n, m in ((bx, block.x_mask), (by, block.y_mask))]
-    rows, columns, positive = jax.jit(backend.forward)(block)
+    rows, positive, columns = jax.jit(backend.forward)(block)
     lengths = (bx, bx, by, by, bx)
     cotangents = [jnp.asarray(rng.uniform(0.5, 1, n), jnp.float32) for n in lengths]
     masks = (*[keep[0]] * 2, *[keep[1]] * 2, keep[0])
@@ -82,10 +88,11 @@ def check(backend, block, *, needs_grad=EVERYTHING, dtype=jnp.float32, rounding=
     assert np.abs(np.asarray(positive, np.float64) - want_positive).max() <= 2e-7 * logit
 
     @jax.jit
-    def backward(block, cotangents, rows: Sums, columns: Sums):
+    def backward(block, cotangents, rows: SideSums, columns: SideSums):
         sides = (Side(s, *d) for s, d in ((rows, cotangents[:2]), (columns, cotangents[2:4])))
         acc = backend.accumulators(block, needs_grad, dtype)
-        return backend.gradient(block, backend.backward(block, Cotangents(*sides, cotangents[4]), acc))
+        cotangents = DistillationCotangents(*sides, cotangents[4])
+        return backend.gradient(block, cotangents, backend.backward(block, cotangents, acc), needs_grad)
 
     for name, got in backward(block, cotangents, rows, columns)._asdict().items():
         if not getattr(needs_grad, name):

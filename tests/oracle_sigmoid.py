@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from infcl_jax.ops.pairwise_sigmoid.base import Block, NeedsGrad, Sums
+from infcl_jax.ops.pairwise.sigmoid.block import SigmoidBlock, SigmoidGradient, SigmoidSums
 
-EVERYTHING = NeedsGrad()
+EVERYTHING = SigmoidGradient()
 
 
 def make(
@@ -27,7 +27,7 @@ def make(
     ]
     x_ids, y_ids = (None if ids is None else jnp.asarray(n, jnp.int32) for n in numbers)
     masks = (None if mask is None else jnp.asarray(mask) for mask in (x_mask, y_mask))
-    return Block(x, y, jnp.float32(scale), jnp.float32(bias), *masks, x_ids, y_ids)
+    return SigmoidBlock(x, y, jnp.float32(scale), jnp.float32(bias), *masks, x_ids, y_ids)
 
 
 def expected(block, cotangents):
@@ -49,7 +49,7 @@ def expected(block, cotangents):
     d_z = np.where(negative, w_negative * np.exp(-np.logaddexp(0, -z)), 0)
     d_z -= np.where(positive, w_positive * np.exp(-np.logaddexp(0, z)), 0)
     terms = zip((positive, negative), (-z, z), strict=True)
-    sums = Sums(*(np.where(kept, np.logaddexp(0, logits), 0).sum(1) for kept, logits in terms))
+    sums = SigmoidSums(*(np.where(kept, np.logaddexp(0, logits), 0).sum(1) for kept, logits in terms))
     return (
         sums,
         {"x": scale * d_z @ y, "y": scale * d_z.T @ x, "scale": (d_z * s).sum(), "bias": d_z.sum()},
@@ -63,17 +63,17 @@ def check(backend, block, *, needs_grad=EVERYTHING, dtype=jnp.float32, tolerance
     `rounding` is the error of bf16 relative to round-to-nearest.
     """
     rng = np.random.default_rng(1)
-    cotangents = Sums(*(jnp.asarray(rng.uniform(0.5, 1, block.x.shape[0]), jnp.float32) for _ in range(2)))
+    cotangents = SigmoidSums(*(jnp.asarray(rng.uniform(0.5, 1, block.x.shape[0]), jnp.float32) for _ in range(2)))
     sums = jax.jit(backend.forward)(block)
 
     @jax.jit
     def backward(block, cotangents):
         acc = backend.backward(block, cotangents, backend.accumulators(block, needs_grad, dtype))
-        return backend.gradient(block, acc)
+        return backend.gradient(block, cotangents, acc, needs_grad)
 
     gradient = backward(block, cotangents)
     if block.x_mask is not None:
-        cotangents = Sums(*(np.where(block.x_mask, c, 0) for c in cotangents))
+        cotangents = SigmoidSums(*(np.where(block.x_mask, c, 0) for c in cotangents))
     want_sums, want, size = expected(block, cotangents)
     keep = np.ones(block.x.shape[0], bool) if block.x_mask is None else np.asarray(block.x_mask)
     logit = 1 + abs(float(block.scale)) + abs(float(block.bias))  # its rounding is relative to its largest value

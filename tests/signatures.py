@@ -17,8 +17,8 @@ from jaxtyping import AbstractArray, jaxtyped
 _ROOT = Path(__file__).parents[1]
 # The first four raise ValueError for arguments of other shapes. Triton compiles its kernels from their source.
 _LEFT_OUT = {
-    *("models/clip", "ops/pairwise_lse/api", "ops/pairwise_lse/checks", "ops/pairwise_sigmoid/api"),
-    *(f"ops/pairwise_{op}/triton_kernels" for op in ("lse", "sigmoid", "distillation")),
+    *("models/clip", "ops/pairwise/lse/api", "ops/pairwise/checks", "ops/pairwise/sigmoid/api"),
+    *(f"ops/pairwise/{folder}triton_kernels" for folder in ("", "lse/", "sigmoid/", "distillation/")),
 }
 BACKENDS = [
     ".".join(path.relative_to(_ROOT).with_suffix("").parts)

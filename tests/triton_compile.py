@@ -15,7 +15,7 @@ CAPABILITIES = [pytest.param("8.0", marks=pytest.mark.full), "8.9", pytest.param
 _PROGRAM = """
 import jax, jax.numpy as jnp
 from jax_triton import triton_lib
-from infcl_jax.ops.pairwise_lse.fused_kernel_api import Window
+from infcl_jax.ops.pairwise.kernel_api import Window
 
 def record(*args, compile=triton_lib.compile_ttir_to_ptx_inplace):
     result = compile(*args)
@@ -28,7 +28,7 @@ r, c, labels = jnp.zeros(256), jnp.zeros(384), jnp.zeros(256, jnp.int32)
 one, six = ((0, 0),), ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
 KERNELS
-k = TritonKernels.for_capability("CAPABILITY")
+k = KERNELS.for_capability("CAPABILITY")
 text = jax.jit(lambda i: calls(k, Window(i, i, 128, 256))).trace(jnp.int32(0)).lower(lowering_platforms=("cuda",))
 print("calls", text.as_text().count("triton_kernel_call"))
 """
@@ -39,7 +39,7 @@ def check(capability: str, kernels: str, count: int) -> None:
 
     Args:
       capability: compute capability, a key of `LIMITS`.
-      kernels: code that imports `TritonKernels` and defines `calls(k, window)`, which calls the kernels `k`. It has
+      kernels: code that imports `KERNELS` and defines `calls(k, window)`, which calls the kernels `k`. It has
         features `x` and `y` of 256 rows and 384 columns, fp32 vectors `r` and `c`, int32 `labels` of the rows, and the
         pairs of terms `one` and `six`.
       count: number of calls.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from infcl_jax.ops.pairwise_lse import triton as kernels
+from infcl_jax.ops.pairwise import triton as kernels
 
 
 class HostTensor:

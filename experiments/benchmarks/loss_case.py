@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from experiments.benchmarks import exact
 from experiments.command_line import option
 from infcl_jax.losses.distillation import IMPLEMENTATIONS as DISTILLATION_IMPLEMENTATIONS
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
-from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS
+from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS, MULTI_POSITIVE
+from infcl_jax.ops.pairwise.sigmoid import SIGMOID_IMPLEMENTATIONS
 from infcl_jax.runtime.mesh import DATA_AXIS, replicate
 
 IDS = ("none", "unique", "1%", "8")

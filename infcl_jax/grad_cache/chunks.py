@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, PyTree
 
-from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
+from infcl_jax.ops.pairwise.base import accumulation_dtype
 
 Array = jax.Array
 EncodeFn = Callable[[Any, Any, Array | None], PyTree[Float[Array, "chunk ..."]]]

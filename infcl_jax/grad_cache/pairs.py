@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Float, Integer, PyTree
 
 from infcl_jax.grad_cache.chunks import Array, leading_rows, widen
-from infcl_jax.ops.pairwise_lse.base import LogSum, accumulation_dtype, exp_below, finite_shift
-from infcl_jax.ops.pairwise_lse.checks import checked_labels
+from infcl_jax.ops.pairwise.base import LogSum, accumulation_dtype, exp_below, finite_shift
+from infcl_jax.ops.pairwise.checks import checked_labels
 
 ScoreFn = Callable[[Any, Any, Any], Float[Array, "bx by"]]
 

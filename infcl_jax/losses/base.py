@@ -14,7 +14,7 @@ from jaxtyping import Float, Integer
 from infcl_jax.losses.batch import Array, AxisName
 from infcl_jax.losses.samples import SampleState, write_samples
 from infcl_jax.ops.common.checks import check_implementation
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput

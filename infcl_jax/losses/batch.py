@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Num
 
-from infcl_jax.ops.pairwise_lse.base import Array, AxisName, accumulation_dtype, zero_masked
+from infcl_jax.ops.pairwise.base import Array, AxisName, accumulation_dtype, zero_masked
 
 
 def over_mesh(

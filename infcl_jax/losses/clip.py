@@ -16,8 +16,8 @@ from infcl_jax.losses.directions import (
     with_positives,
 )
 from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
-from infcl_jax.ops.pairwise_lse.checks import checked_ids
+from infcl_jax.ops.pairwise.checks import checked_ids
+from infcl_jax.ops.pairwise.lse import MULTI_POSITIVE, pairwise_lse
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput

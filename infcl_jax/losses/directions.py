@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.losses.batch import Array, AxisName, cross_entropy, global_mean, global_sum
-from infcl_jax.ops.pairwise_lse import Positives
-from infcl_jax.ops.pairwise_lse.base import accumulation_dtype, zero_masked
-from infcl_jax.ops.pairwise_lse.positives import match_ids
+from infcl_jax.ops.pairwise.base import accumulation_dtype, zero_masked
+from infcl_jax.ops.pairwise.ids import match_ids
+from infcl_jax.ops.pairwise.lse import Positives
 
 
 class Direction(NamedTuple):

@@ -19,15 +19,13 @@ from infcl_jax.losses.batch import (
     over_mesh,
 )
 from infcl_jax.ops.common.checks import check_implementation
-from infcl_jax.ops.common.derivatives import only_reverse
-from infcl_jax.ops.pairwise_distillation.base import PairLogits
-from infcl_jax.ops.pairwise_distillation.implementations import DISTILLATION_IMPLEMENTATIONS, plan_of
-from infcl_jax.ops.pairwise_distillation.vjp import blockwise
-from infcl_jax.ops.pairwise_lse.base import accumulation_dtype, similarities, varying_over, zero_masked
-from infcl_jax.ops.pairwise_lse.checks import check_axis, check_features, checked_mask
-from infcl_jax.ops.pairwise_lse.implementations import best_implementation, check_device
+from infcl_jax.ops.pairwise.base import accumulation_dtype, similarities, varying_over, zero_masked
+from infcl_jax.ops.pairwise.checks import check_axis, check_features, checked_mask
+from infcl_jax.ops.pairwise.distillation.api import pair_logits
+from infcl_jax.ops.pairwise.distillation.block import PairLogits
+from infcl_jax.ops.pairwise.implementations import best_implementation, check_device, implementations_of
 
-IMPLEMENTATIONS = ("dense", *DISTILLATION_IMPLEMENTATIONS)
+IMPLEMENTATIONS = ("dense", *implementations_of("distillation"))
 
 
 def distillation_loss(
@@ -144,8 +142,7 @@ def _losses(implementation: str, axis_name: AxisName | None, sharded: Any, scale
     if implementation == "dense":
         logits = _dense_logits(axis_name, operands)
     else:
-        operands = only_reverse(operands, 'use implementation="dense", which JAX differentiates in every mode')
-        logits = blockwise(plan_of(implementation, axis_name), *operands)
+        logits = pair_logits(implementation, axis_name, *operands)
     # KL(teacher || student) of each row and of each column
     row = logits.row_gap + jnp.logaddexp(logits.row_negatives, logits.positive)
     column = logits.column_gap + jnp.logaddexp(logits.column_negatives, logits.positive)

@@ -13,7 +13,7 @@ from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar,
 from infcl_jax.losses.global_estimator import estimate
 from infcl_jax.losses.samples import SampleState, check_index, write_samples
 from infcl_jax.losses.variants import Adam, Settings
-from infcl_jax.ops.pairwise_lse.checks import check_features, checked_mask
+from infcl_jax.ops.pairwise.checks import check_features, checked_mask
 
 
 def global_contrastive_loss(

@@ -11,9 +11,9 @@ from infcl_jax.losses.batch import Array, AxisName, global_sum
 from infcl_jax.losses.samples import SampleState, read_samples
 from infcl_jax.losses.variants import Settings
 from infcl_jax.ops.common.derivatives import not_differentiated, only_reverse
-from infcl_jax.ops.pairwise_lse import pairwise_lse
-from infcl_jax.ops.pairwise_lse.base import varying_over
-from infcl_jax.ops.pairwise_lse.checks import check_axis
+from infcl_jax.ops.pairwise.base import varying_over
+from infcl_jax.ops.pairwise.checks import check_axis
+from infcl_jax.ops.pairwise.lse import pairwise_lse
 
 # Clipping of the gradients of per-sample temperatures, and range of these temperatures (FastCLIP's code).
 _MAX_GRADIENT = 5.0

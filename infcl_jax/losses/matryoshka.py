@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 
 from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array
-from infcl_jax.ops.pairwise_lse.base import accumulation_dtype, zero_masked
+from infcl_jax.ops.pairwise.base import accumulation_dtype, zero_masked
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput

@@ -20,8 +20,8 @@ from infcl_jax.losses.batch import (
 )
 from infcl_jax.losses.directions import with_positive, with_positives
 from infcl_jax.ops.common.checks import check_choice, is_concrete
-from infcl_jax.ops.pairwise_lse import MULTI_POSITIVE, pairwise_lse
-from infcl_jax.ops.pairwise_lse.checks import checked_ids, checked_labels, checked_mask
+from infcl_jax.ops.pairwise.checks import checked_ids, checked_labels, checked_mask
+from infcl_jax.ops.pairwise.lse import MULTI_POSITIVE, pairwise_lse
 
 
 def retrieval_loss(

@@ -14,8 +14,8 @@ from infcl_jax.losses.base import Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, global_mean, over_mesh
 from infcl_jax.losses.directions import count_extra_positives
 from infcl_jax.ops.common.checks import check_implementation
-from infcl_jax.ops.pairwise_lse.checks import checked_ids, checked_mask
-from infcl_jax.ops.pairwise_sigmoid import SIGMOID_IMPLEMENTATIONS, pairwise_sigmoid
+from infcl_jax.ops.pairwise.checks import checked_ids, checked_mask
+from infcl_jax.ops.pairwise.sigmoid import SIGMOID_IMPLEMENTATIONS, pairwise_sigmoid
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput

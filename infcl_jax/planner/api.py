@@ -11,7 +11,7 @@ from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_m
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.convert import config_of
 from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise.implementations import IMPLEMENTATIONS
 from infcl_jax.planner.activations import EncoderMemory, Linear, encoder_memory, feature_width, parameter_shapes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
@@ -38,7 +38,7 @@ class Workload:
       devices: number of devices n over which the batch is sharded. The train state is replicated, except with "fsdp".
       cache: settings of gradient caching. With residency "device", device memory holds the current and the next batch.
         With "host" or "replay", it holds two chunks and the next one.
-      implementation: implementation of the loss, one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
+      implementation: implementation of the loss, one of `infcl_jax.ops.pairwise.lse.IMPLEMENTATIONS`.
       loss: training loss, one of `infcl_jax.training.LOSSES`.
       parameter_sharding: "replicated" or "fsdp", see `infcl_jax.training.create_state`.
       frozen: frozen towers, "image" or "text".

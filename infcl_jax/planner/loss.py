@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.ops.pairwise_lse.implementations import IMPLEMENTATIONS, TABLE
+from infcl_jax.ops.pairwise.implementations import IMPLEMENTATIONS, TABLE
 from infcl_jax.planner.rates import Rates
 
 # FLOPs for each pair and channel: the similarities, the same again in the backward pass, and both gradients.
@@ -43,7 +43,7 @@ def loss_workspace(
       [132, 8608]
 
     Args:
-      implementation: one of `infcl_jax.ops.pairwise_lse.IMPLEMENTATIONS`.
+      implementation: one of `infcl_jax.ops.pairwise.lse.IMPLEMENTATIONS`.
       batch_size: global batch size b.
       width: feature dimension D.
       dtype: dtype of the features.

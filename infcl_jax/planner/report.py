@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from infcl_jax.ops.pairwise_lse.implementations import TABLE
+from infcl_jax.ops.pairwise.implementations import TABLE
 from infcl_jax.planner.api import MemoryPlan, plan_memory
 from infcl_jax.planner.search import SAFE_SHARE, recommended_cache
 from infcl_jax.planner.times import PHASES, StepTime

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from infcl_jax.models import CLIP, TextPair, variable_shapes
-from infcl_jax.ops.pairwise_lse.base import accumulation_dtype
+from infcl_jax.ops.pairwise.base import accumulation_dtype
 from infcl_jax.planner.activations import encoder_memory, feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace

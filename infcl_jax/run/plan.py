@@ -6,7 +6,7 @@ import dataclasses
 import jax
 from jax.sharding import use_abstract_mesh
 
-from infcl_jax.ops.pairwise_lse.implementations import best_implementation
+from infcl_jax.ops.pairwise.implementations import best_implementation
 from infcl_jax.planner import (
     SAFE_SHARE,
     Device,

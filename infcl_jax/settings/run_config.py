@@ -9,7 +9,7 @@ from infcl_jax.data.tokenizers.base import CLEANINGS
 from infcl_jax.data.transforms import Augmentation
 from infcl_jax.evaluation import EvaluationConfig
 from infcl_jax.models import TOWERS
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, MULTI_POSITIVE
+from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS, MULTI_POSITIVE
 from infcl_jax.runtime.distributed import LOST_PROCESS_TIMEOUT, START_TIMEOUT
 from infcl_jax.runtime.mesh import MESHES
 from infcl_jax.schema import Range, Section, setting, settings_of

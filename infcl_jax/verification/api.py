@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.grad_cache.chunks import Array, EncodeFn, leading_rows, make_layout
 from infcl_jax.ops.common.checks import check_implementation
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS
 from infcl_jax.verification.causes import Measured, SetUp, find_causes, update_causes
 from infcl_jax.verification.reference import Problem, accepted_options, groups_of
 from infcl_jax.verification.report import Report, VerificationError

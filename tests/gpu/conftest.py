@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl_jax.ops.pairwise_lse.implementations import TABLE, available_implementations
+from infcl_jax.ops.pairwise.implementations import TABLE, available_implementations
 
 
 @pytest.fixture(params=[name for name, row in TABLE.items() if row.requires])

@@ -16,7 +16,7 @@ from infcl_jax.losses import ClipLoss, DistilledLoss, MatryoshkaLoss, SiglipLoss
 from infcl_jax.losses.base import Targets
 from infcl_jax.losses.distillation import IMPLEMENTATIONS as ALL
 from infcl_jax.models import CLIPOutput
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 IMPLEMENTATIONS = [name for name in ALL if name in available_implementations()]
 GOLDEN = Path(__file__).parents[1] / "golden" / "distillation.npz"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from infcl_jax import create_samples, global_contrastive_loss
 from infcl_jax.losses.samples import LENGTH_MULTIPLE, SampleState, read_samples, write_samples
 from infcl_jax.losses.variants import VARIANTS
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 OBJECTIVES = ("sogclr", "fastclip_v0", "fastclip_v2", "fastclip_v3")
 SAMPLES, BATCH, STEPS, EPOCHS = 40, 8, 4, 4

@@ -29,7 +29,7 @@ from infcl_jax import (
     retrieval_loss,
     siglip_loss,
 )
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 ROWS, DIM, BATCHES, DEVICES = 8, 5, 2, 2
 IMAGE, TEXT, SCALE = 0, 1, 2

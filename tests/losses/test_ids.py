@@ -13,7 +13,7 @@ import properties_ids
 import pytest
 
 from infcl_jax import clip_loss, retrieval_loss, siglip_loss
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 CHECKS = properties_ids.checks(available_implementations())
 

@@ -3,7 +3,7 @@
 import properties
 import pytest
 
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 CHECKS = properties.checks(available_implementations(), (1, 4, 8)) | properties.sigmoid_checks(
     ("xla", "ring"), (1, 4, 8)

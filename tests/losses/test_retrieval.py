@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 from infcl_jax import pairwise_lse, retrieval_loss
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 
 @pytest.mark.parametrize(

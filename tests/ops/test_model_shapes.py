@@ -116,7 +116,7 @@ SIZES = sorted({model_config(name).embed_dim for name in OPS})
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    # Other sizes in fp16 and fp32 are in pairwise_lse/test_pallas_mosaic_gpu.py.
+    # Other sizes in fp16 and fp32 are in pairwise/lse/test_mosaic.py.
     [
         (768, "float16"),
         *(pytest.param(n, "bfloat16", marks=pytest.mark.full) for n in SIZES),

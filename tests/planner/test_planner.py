@@ -16,7 +16,7 @@ from configs import base
 from infcl_jax import run
 from infcl_jax.models import create_model
 from infcl_jax.ops.attention.api import best_attention
-from infcl_jax.ops.pairwise_lse.id_order import order_bytes
+from infcl_jax.ops.pairwise.ids import order_bytes
 from infcl_jax.planner import (
     DEVICES,
     OutOfMemory,

@@ -43,8 +43,8 @@ PACKAGES = (
     "infcl_jax.runtime.distributed",
     "infcl_jax.runtime.mesh",
     "infcl_jax.runtime.processes",
-    "infcl_jax.ops.pairwise_lse",
-    "infcl_jax.ops.pairwise_sigmoid",
+    "infcl_jax.ops.pairwise.lse",
+    "infcl_jax.ops.pairwise.sigmoid",
 )
 PUBLIC = [name for name in OBJECTS if callable(resolve(name))]
 

@@ -14,7 +14,7 @@ from open_clip_folder import open_clip_folder
 import infcl_jax
 from infcl_jax import evaluation, models
 from infcl_jax.data import SOURCES, load_source
-from infcl_jax.ops.pairwise_lse.implementations import TABLE
+from infcl_jax.ops.pairwise.implementations import TABLE
 from infcl_jax.run.callbacks import Callbacks
 from infcl_jax.settings import make_config
 from infcl_jax.training import LOSSES, make_loss, save_config

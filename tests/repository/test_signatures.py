@@ -12,8 +12,9 @@ from signatures import checked
 import infcl_jax
 from infcl_jax.models import create_model
 from infcl_jax.ops.layer_norm.api import normalize
-from infcl_jax.ops.pairwise_lse.base import Block, similarities
-from infcl_jax.ops.pairwise_lse.dense import dense_lse
+from infcl_jax.ops.pairwise.base import similarities
+from infcl_jax.ops.pairwise.lse.block import LseBlock
+from infcl_jax.ops.pairwise.lse.dense import dense_lse
 
 B, D = 6, 4
 SCALE = 9.0
@@ -100,7 +101,7 @@ def test_backends_reject_other_shapes():
     with pytest.raises(TypeCheckError, match="scale"):
         normalize(features(), jnp.ones(D + 1), jnp.ones(D), jnp.float32)
     with pytest.raises(TypeCheckError, match="block"):  # fields of a named tuple
-        dense_lse(Block(features(), features(), jnp.float32(SCALE), labels=INDEX[1:]))
+        dense_lse(LseBlock(features(), features(), jnp.float32(SCALE), labels=INDEX[1:]))
 
 
 def test_the_library_does_not_import_the_type_checker():

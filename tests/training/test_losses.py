@@ -9,7 +9,7 @@ import runs
 from infcl_jax import run, siglip_loss
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.models import CLIPOutput
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
+from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS, available_implementations
 from infcl_jax.run import image_text
 from infcl_jax.training import LOSSES, make_loss
 

@@ -17,7 +17,7 @@ from infcl_jax.grad_cache import Replay
 from infcl_jax.losses import Loss, LossOutput
 from infcl_jax.models import TOWERS
 from infcl_jax.ops.color import ColorBatch, adjust_colors
-from infcl_jax.ops.pairwise_lse import IMPLEMENTATIONS, available_implementations
+from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS, available_implementations
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.training import LOSSES, GradCacheConfig, check_finite, create_state, make_loss, make_train_step
 

@@ -20,7 +20,7 @@ from experiments.benchmarks.attention import exact_attention
 from infcl_jax.models.transformer import Transformer, TransformerConfig
 from infcl_jax.ops.attention import api, pallas_mosaic_gpu
 from infcl_jax.ops.attention.api import attend, best_attention
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 BF16, FP16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 NAMES = ("result", "query", "key", "value")

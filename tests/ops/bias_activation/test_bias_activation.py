@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from infcl_jax.ops.bias_activation import api, pallas_mosaic_gpu
 from infcl_jax.ops.bias_activation.api import activate
 from infcl_jax.ops.common.row_pipeline import Tiling
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 BF16, FP16, FP32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 NAMES = ("y", "x", "bias")

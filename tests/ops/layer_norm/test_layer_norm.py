@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from infcl_jax.models.transformer import TransformerBlock, TransformerConfig
 from infcl_jax.ops.layer_norm import api, pallas_mosaic_gpu
 from infcl_jax.ops.layer_norm.pallas_mosaic_gpu import Tiling
-from infcl_jax.ops.pairwise_lse import available_implementations
+from infcl_jax.ops.pairwise.lse import available_implementations
 
 EPSILON = api.LAYER_NORM_EPSILON
 BF16, FP16, FP32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")

@@ -1,0 +1,1 @@
+"""Sums over all pairs for a contrastive loss with distillation."""

@@ -1,0 +1,21 @@
+"""Gradient rule of the pairwise sigmoid loss."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from infcl_jax.ops.pairwise.base import Array
+from infcl_jax.ops.pairwise.gradient_rule import Loss
+from infcl_jax.ops.pairwise.sigmoid.block import SigmoidBlock, SigmoidGradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Sigmoid(Loss):
+    """`gradient_rule.Loss` of each row's loss terms, whose sums are their own results."""
+
+    gradient = SigmoidGradient
+
+    def feature_scale(self, block: SigmoidBlock, scale: Float[Array, ""]) -> Float[Array, ""]:
+        """Return 0 for a scale of 0, by which fused backends do not divide."""
+        return jnp.where(block.scale == 0, jnp.zeros_like(scale), scale)

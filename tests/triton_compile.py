@@ -27,7 +27,7 @@ x, y = jnp.zeros((256, 192), jnp.bfloat16), jnp.zeros((384, 192), jnp.bfloat16)
 r, c, labels = jnp.zeros(256), jnp.zeros(384), jnp.zeros(256, jnp.int32)
 one, six = ((0, 0),), ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0))
 
-KERNELS
+CALLS
 k = KERNELS.for_capability("CAPABILITY")
 text = jax.jit(lambda i: calls(k, Window(i, i, 128, 256))).trace(jnp.int32(0)).lower(lowering_platforms=("cuda",))
 print("calls", text.as_text().count("triton_kernel_call"))
@@ -50,7 +50,7 @@ def check(capability: str, kernels: str, count: int) -> None:
         pytest.skip("needs JAX's plugin for CUDA")
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{plugin}{os.pathsep}{env.get('PYTHONPATH', '')}"}
-    code = _PROGRAM.replace("KERNELS", kernels).replace("CAPABILITY", capability)
+    code = _PROGRAM.replace("CALLS", kernels).replace("CAPABILITY", capability)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -19,7 +19,6 @@ from infcl_jax.ops.pairwise.base import AxisName, Backend, Strategy
 from infcl_jax.ops.pairwise.fused_windows import WindowConfig
 from infcl_jax.ops.pairwise.gradient_rule import Loss, Plan, blockwise
 from infcl_jax.ops.pairwise.ids import order_bytes, sort_block
-from infcl_jax.ops.pairwise.lse import all_gather
 from infcl_jax.ops.pairwise.strips import STRIP_ROWS, Strips
 
 # Compute capabilities of the Triton kernels, from Ampere to Hopper.
@@ -109,8 +108,13 @@ def compute(implementation: str, name: str, loss: Loss, block: Any, axis_name: A
 
 
 def _module(loss: str, name: str) -> Any:
-    """Import a module of a loss; that of kernels only where a device needs it."""
+    """Import a module of a loss when it is needed: those of kernels are for GPUs, and all import this one."""
     return importlib.import_module(f"infcl_jax.ops.pairwise.{loss}.{name}")
+
+
+def _gathered(name: str) -> Callable[..., Any]:
+    """Return a function of `lse.all_gather`, which imports this module in turn."""
+    return lambda *arguments, **options: getattr(_module("lse", "all_gather"), name)(*arguments, **options)
 
 
 def _strips(rows: int | None, loss: str, single_device: bool) -> Any:
@@ -146,11 +150,11 @@ _RING = Strategy(ring.forward, ring.backward)
 
 # Error messages list the implementations in this order.
 TABLE = {
-    "dense": Implementation(all_gather.dense, (all_gather.gathered_bytes, all_gather.dense_bytes)),
-    "local": Implementation(all_gather.local, (all_gather.gathered_bytes, all_gather.local_bytes)),
+    "dense": Implementation(_gathered("dense"), (_gathered("gathered_bytes"), _gathered("dense_bytes"))),
+    "local": Implementation(_gathered("local"), (_gathered("gathered_bytes"), _gathered("local_bytes"))),
     "disco": Implementation(
-        Strategy(all_gather.disco_forward, all_gather.disco_backward),
-        (all_gather.gathered_bytes, all_gather.disco_bytes),
+        Strategy(_gathered("disco_forward"), _gathered("disco_backward")),
+        (_gathered("gathered_bytes"), _gathered("disco_bytes")),
         functools.partial(_strips, None),
     ),
     "ring": Implementation(

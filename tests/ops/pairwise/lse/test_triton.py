@@ -373,7 +373,7 @@ spec = jax.sharding.PartitionSpec("data")
 
 @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
 def sharded(x):
-    k, o = LseTriton.for_capability("9.0"), LseOperands(x, x, x[:, 0].astype(jnp.float32), jnp.zeros(128))
+    k, o = KERNELS.for_capability("9.0"), LseOperands(x, x, x[:, 0].astype(jnp.float32), jnp.zeros(128))
     row, column = k.sums(o, Window(0, 0, 128, 128), one, exclude=False, columns=True, maxima=False)
     out = row, column, k.positives(x, x, one)
     assert all(jax.typeof(a).manual_axis_type.varying == {"data"} for a in out)

@@ -164,7 +164,7 @@ def _all_columns(block: LseBlock, axis_name: AxisName) -> LseBlock:
     """Pair this device's rows with the columns of all devices."""
     y, y_scale, y_mask, y_ids = _gather((block.y, block.y_scale, block.y_mask, block.y_ids), axis_name)
     labels = _global_labels(block, axis_name)
-    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels, y_ids=y_ids)
+    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels, y_ids=y_ids, x_count=None, y_count=None)
 
 
 def _all_rows(block: LseBlock, axis_name: AxisName) -> LseBlock:
@@ -178,7 +178,7 @@ def _all_rows(block: LseBlock, axis_name: AxisName) -> LseBlock:
     )
     if labels is not None:
         labels = labels - lax.axis_index(axis_name) * block.y.shape[0]
-    return block._replace(x=x, x_scale=x_scale, x_mask=x_mask, labels=labels, x_ids=x_ids)
+    return block._replace(x=x, x_scale=x_scale, x_mask=x_mask, labels=labels, x_ids=x_ids, x_count=None, y_count=None)
 
 
 def _gather_all(block: LseBlock, axis_name: AxisName) -> LseBlock:

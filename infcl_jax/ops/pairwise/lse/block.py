@@ -26,8 +26,8 @@ class LseBlock(NamedTuple):
       x_ids: int32 `[bx]`, group numbers of the rows, see `positives.Groups`. A pair with equal numbers is a positive.
         None: positives are given by labels.
       y_ids: int32 `[by]`, group numbers of the columns.
-      x_count: int32 `[bx]`, number of positives of each row over all devices; None without ids.
-      y_count: int32 `[by]`, number of positives of each column over all devices; None without ids.
+      x_count: int32 `[bx]`, number of positives of each row over all devices; None without ids, and for backends.
+      y_count: int32 `[by]`, number of positives of each column over all devices; None without ids, and for backends.
     """
 
     x: Float[Array, "bx d"]
@@ -44,7 +44,8 @@ class LseBlock(NamedTuple):
 
     def with_columns(self, columns: tuple, first: int | None) -> "LseBlock":
         """Implement `base.Block.with_columns`."""
-        return join_columns(self, columns)._replace(labels=labels_from(self.labels, first))
+        labels = labels_from(self.labels, first)
+        return join_columns(self, columns)._replace(labels=labels, x_count=None, y_count=None)
 
     @property
     def shared(self) -> bool:

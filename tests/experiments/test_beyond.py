@@ -30,7 +30,12 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(beyond, "train", train)
     monkeypatch.setattr(beyond, "evaluated", evaluated)
-    flags = {"_PREFIXES": list(map(str, SIZES)), "_TEACHER": "vision.layers=2", "_STUDENT": "vision.layers=1", "_WEIGHT": 0.5}
+    flags = {
+        "_PREFIXES": list(map(str, SIZES)),
+        "_TEACHER": "vision.layers=2",
+        "_STUDENT": "vision.layers=1",
+        "_WEIGHT": 0.5,
+    }
     for name, value in flags.items():
         monkeypatch.setattr(beyond, name, type("Flag", (), {"value": value}))
     return configs

@@ -26,7 +26,7 @@ POSITIVE_ROWS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """What the fused backends of all losses share; see `base.Backend`.
+    """Common part of the fused backends; see `base.Backend`.
 
     Attributes:
       kernels: kernels of the default device.

@@ -31,11 +31,15 @@ class Loss:
     The defaults are those of a loss whose sums are always exact.
 
     Attributes:
+      folder: folder of the loss in this package.
       gradient: named tuple of the gradients, see `base.Block`.
-      other_derivatives: what to use instead of a derivative that the rule does not have.
+      forward_mode: what to use for derivatives in forward mode, which the rule does not have.
+      other_derivatives: what to use for second derivatives in reverse mode, which the rule does not have.
     """
 
+    folder: ClassVar[str]
     gradient: ClassVar[Any]
+    forward_mode: ClassVar[str]
     other_derivatives: ClassVar[str] = "use forward over reverse, such as jax.jvp of jax.grad"
 
     def results(self, block: Any, sums: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.common.gpu import HOPPER, compute_capability, multiprocessors
 from infcl_jax.ops.pairwise import ring
 from infcl_jax.ops.pairwise.base import AxisName, Backend, Strategy
@@ -86,21 +87,20 @@ class Implementation:
         return workspace + (order_bytes(rows) if by_id and self.sorted_ids else 0)
 
 
-def compute(implementation: str, name: str, loss: Loss, block: Any, axis_name: AxisName | None, **options: bool) -> Any:
+def compute(implementation: str, loss: Loss, block: Any, axis_name: AxisName | None, **options: bool) -> Any:
     """Compute the results of a loss from this device's block.
 
     Args:
       implementation: name of a row of the table with a `Strategy`.
-      name: folder of the loss.
       loss: the loss.
       block: rows and columns of this device.
       axis_name: mesh axes of the batch; None for one device.
       **options: fields of the backend.
     """
-    row = TABLE[implementation]
-    backend: Any = row.backend(name, not ring.ring_axes(axis_name))
+    row, block = TABLE[implementation], only_reverse(block, loss.forward_mode)
+    backend: Any = row.backend(loss.folder, not ring.ring_axes(axis_name))
     strategy: Any = row.strategy
-    plan = Plan(loss, strategy, dataclasses.replace(backend, **options) if options else backend, axis_name)
+    plan = Plan(loss, strategy, dataclasses.replace(backend, **options), axis_name)
     if not row.sorted_ids or getattr(block, "x_ids", None) is None:
         return blockwise(plan, block)
     block, x_order, y_order = sort_block(block)

@@ -1,4 +1,4 @@
-"""Kernels for Hopper GPUs in Pallas Mosaic GPU: what those of all losses share.
+"""Common part of the kernels for Hopper GPUs, in Pallas Mosaic GPU.
 
 A loss adds the epilogues of its similarity tiles, see `mosaic_mainloop`. Forward: an epilogue reduces a tile to row and
 column sums. Backward: it converts the recomputed tile to dS, which two cuBLAS GEMMs multiply with the features.
@@ -47,7 +47,7 @@ BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernels:
-    """What the `kernel_api.Kernels` of all losses share on Hopper GPUs.
+    """Common part of the `kernel_api.Kernels` for Hopper GPUs.
 
     The default tile sizes are the fastest on an H200, see docs/benchmarks.md.
 

@@ -28,7 +28,7 @@ STRIP_ROWS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """What the backends of all losses share; see `base.Backend`.
+    """Common part of the backends in plain XLA; see `base.Backend`.
 
     Attributes:
       rows: rows of one strip, so that `rows * by` similarities are in memory; None: one strip for the whole block.

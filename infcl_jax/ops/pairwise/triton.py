@@ -59,7 +59,7 @@ CONFIGS = {
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernels:
-    """What the `kernel_api.Kernels` of all losses share on GPUs from Ampere to Hopper.
+    """Common part of the `kernel_api.Kernels` for GPUs from Ampere to Hopper.
 
     Attributes:
       config: block sizes and launch parameters.

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise.base import Array, AxisName
 from infcl_jax.ops.pairwise.distillation.block import DistillationBlock, PairLogits
 from infcl_jax.ops.pairwise.distillation.rule import Distillation
@@ -39,5 +38,4 @@ def pair_logits(
     """
     labels = jnp.arange(len(x), dtype=jnp.int32)
     block = DistillationBlock(x, y, scale, teacher_x, teacher_y, teacher_scale, mask, mask, labels)
-    block = only_reverse(block, 'use implementation="dense", which JAX differentiates in every mode')
-    return compute(implementation, "distillation", Distillation(), block, axis_name)
+    return compute(implementation, Distillation(), block, axis_name)

@@ -36,7 +36,9 @@ GENERAL_ROWS = 128
 class Distillation(Loss):
     """`gradient_rule.Loss` of the log-sum-exps, positives and gaps of rows and columns."""
 
+    folder = "distillation"
     gradient = DistillationGradient
+    forward_mode = 'use implementation="dense", which JAX differentiates in every mode'
     other_derivatives = f'{Loss.other_derivatives}, or implementation="dense"'
 
     def results(self, block: DistillationBlock, sums: DistillationSums) -> PairLogits:

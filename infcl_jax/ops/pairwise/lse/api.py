@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32, Integer
 
 from infcl_jax.ops.common.checks import check_choice, check_implementation, is_concrete
-from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise.base import Array, AxisName, Strategy, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise.checks import (
     check_axis,
@@ -164,9 +163,7 @@ def _compute(
     strategy = TABLE[implementation].strategy
     if not isinstance(strategy, Strategy):
         return strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
-    block = only_reverse(block, 'use implementation="dense" or "local", which JAX differentiates in every mode')
-    loss = LogSumExp(columns)
-    return compute(implementation, "lse", loss, block, axis_name, exclude=exclude, columns=columns)
+    return compute(implementation, LogSumExp(columns), block, axis_name, exclude=exclude, columns=columns)
 
 
 def _zero_masked_rows(block: LseBlock) -> LseBlock:

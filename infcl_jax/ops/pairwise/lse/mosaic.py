@@ -179,7 +179,7 @@ class LseMosaic(MosaicKernels):
     ) -> tuple[Float32[Array, "bx"], Float32[Array, "bx"], Float32[Array, "bx"]]:
         """Implement `LseKernels.positive_sums`."""
         tiles = dataclasses.replace(self.forward, cluster=1, lag=0)
-        return positive_sums(tiles, operands, pairs, self.sm_count, self.persistent, maxima=maxima)
+        return positive_sums(self, tiles, operands, pairs, maxima=maxima)
 
 
 def _without_labels(operands: LseOperands) -> LseOperands:

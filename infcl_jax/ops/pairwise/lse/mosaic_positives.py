@@ -10,44 +10,42 @@ from jaxtyping import Float32
 
 from infcl_jax.ops.pairwise.base import Array, as_varying, round_up
 from infcl_jax.ops.pairwise.fused_operands import pad_to
-from infcl_jax.ops.pairwise.kernel_api import Pairs, term_width
+from infcl_jax.ops.pairwise.kernel_api import Pairs, Window
 from infcl_jax.ops.pairwise.lse.kernel_api import LseOperands, LseWeights, positive_tiles
+from infcl_jax.ops.pairwise.mosaic import MosaicKernels, subtile_offsets, window_start
 from infcl_jax.ops.pairwise.mosaic_mainloop import run
 from infcl_jax.ops.pairwise.mosaic_schedule import (
     ROW_LAYOUT,
     SUBTILE,
     Tiles,
-    TileSchedule,
     WorkTile,
     broadcast,
 )
 
 
 def positive_sums(
-    tiles: Tiles, operands: LseOperands, pairs: Pairs, sm_count: int, persistent: bool, *, maxima: bool
+    kernels: MosaicKernels, tiles: Tiles, operands: LseOperands, pairs: Pairs, *, maxima: bool
 ) -> tuple[Float32[Array, "bx"], Float32[Array, "bx"], Float32[Array, "bx"]]:
     """Implement `LseKernels.positive_sums` with the given tiles, in a band of tiles."""
     operands, rows = _padded(operands, tiles), operands.x.shape[0]
-    width = term_width(operands.x, pairs)
-    schedule = TileSchedule(
-        tiles, operands.x.shape[0], operands.y.shape[0], width, pairs, sm_count, persistent, band=True
-    )
+    window = Window(jnp.int32(0), jnp.int32(0), len(operands.x), len(operands.y))
+    schedule = kernels.schedule(tiles, window, operands.x, pairs, band=True)
     first, number = positive_tiles(operands, tiles.cta_rows, tiles.columns)
     vectors = ("row_scale", "row_shift")
     names = ("maximum" if maxima else "sum", "similarity", "moment")
-    starts = [(k, i) for k in range(len(names)) for i in range(0, tiles.rows, SUBTILE)]
+    starts = [(k, i) for k in range(len(names)) for i in subtile_offsets(tiles.rows)]
 
     def init(work: WorkTile) -> tuple[Array, ...]:
         values = (-jnp.inf if maxima and k == 0 else 0.0 for k, _ in starts)
         return tuple(plgpu.layout_cast(jnp.full((SUBTILE,), value, jnp.float32), ROW_LAYOUT) for value in values)
 
     def prefetch(work: WorkTile) -> list[tuple[Array, ...]]:
-        return [tuple(work.load_rows(name, i) for name in vectors) for i in range(0, tiles.rows, SUBTILE)]
+        return [tuple(work.load_rows(name, i) for name in vectors) for i in subtile_offsets(tiles.rows)]
 
     def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: tuple[Array, ...]) -> tuple[Array, ...]:
         acc = dict(zip(starts, carry, strict=True))
-        for i, (scale, shift) in zip(range(0, tiles.rows, SUBTILE), rows, strict=True):
-            for j in range(0, tiles.columns, SUBTILE):
+        for i, (scale, shift) in zip(subtile_offsets(tiles.rows), rows, strict=True):
+            for j in subtile_offsets(tiles.columns):
                 s_ij, is_positive = s[i : i + SUBTILE, j : j + SUBTILE], work.is_positive(i, j, work.first_column)
                 z = s_ij * broadcast(scale, 0) - broadcast(shift, 0)
                 s_ij = jnp.where(is_positive, s_ij, jnp.zeros_like(s_ij))
@@ -65,9 +63,12 @@ def positive_sums(
         for (k, i), value in zip(starts, carry, strict=True):
             work.refs[names[k]][pl.ds(work.row + i, SUBTILE)] = value
 
-    window = {name: jnp.zeros(1, jnp.int32) for name in ("first_row", "first_column")}
     fields = ("x", "y", *vectors, "labels", "last")
-    named = window | {name: getattr(operands, name) for name in fields} | {"band_first": first, "band_tiles": number}
+    named = (
+        window_start(window)
+        | {name: getattr(operands, name) for name in fields}
+        | {"band_first": first, "band_tiles": number}
+    )
     shape = jax.ShapeDtypeStruct(operands.x.shape[:1], jnp.float32)
     out = run(
         schedule,

@@ -35,7 +35,9 @@ class LogSumExp(Loss):
     """
 
     columns: bool
+    folder = "lse"
     gradient = LseGradient
+    forward_mode = 'use implementation="dense" or "local", which JAX differentiates in every mode'
     other_derivatives = f'{Loss.other_derivatives}, or implementation="dense" or "local"'
 
     def results(self, block: LseBlock, sums: LseSums) -> Results:

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.common.checks import check_implementation
-from infcl_jax.ops.common.derivatives import only_reverse
 from infcl_jax.ops.pairwise.base import Array, AxisName, accumulation_dtype, varying_over, zero_masked
 from infcl_jax.ops.pairwise.checks import check_axis, check_features, checked_ids, checked_mask
 from infcl_jax.ops.pairwise.ids import Groups, match_ids
@@ -95,6 +94,5 @@ def pairwise_sigmoid(
     scale, bias = (jnp.asarray(a).astype(accumulation_dtype(x.dtype)) for a in (scale, bias))
     block = varying_over(SigmoidBlock(x, y, scale, bias, mask, mask, groups.x, groups.y), axis_name)
     block = block._replace(x=zero_masked(block.x, block.x_mask), y=zero_masked(block.y, block.y_mask))
-    block = only_reverse(block, "write it out as a sum over pairs")
-    sums = compute(implementation, "sigmoid", Sigmoid(), block, axis_name)
+    sums = compute(implementation, Sigmoid(), block, axis_name)
     return PairwiseSigmoid(*(zero_masked(a, mask) for a in sums))

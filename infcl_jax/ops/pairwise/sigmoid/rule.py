@@ -14,7 +14,9 @@ from infcl_jax.ops.pairwise.sigmoid.block import SigmoidBlock, SigmoidGradient
 class Sigmoid(Loss):
     """`gradient_rule.Loss` of each row's loss terms, whose sums are their own results."""
 
+    folder = "sigmoid"
     gradient = SigmoidGradient
+    forward_mode = "write it out as a sum over pairs"
 
     def feature_scale(self, block: SigmoidBlock, scale: Float[Array, ""]) -> Float[Array, ""]:
         """Return 0 for a scale of 0, by which fused backends do not divide."""

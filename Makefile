@@ -9,6 +9,8 @@ TRITON := $(VENV)/.triton
 DOCS := $(VENV)/.docs
 # The oldest JAX that pyproject.toml allows; constraints.txt pins the newest.
 OLDEST_JAX := 0.11.2
+# JAX's plugin for CUDA with the assemblers that it needs.
+CUDA_COMPILERS := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink
 
 # Huge pages for JAX's buffers make CPU runs a third faster. C libraries without this tunable ignore it.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -126,8 +128,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 $(TRITON): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[triton]'
-	@# The plugin compiles Triton kernels without a GPU. Inside the environment, JAX would expect all of CUDA.
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/cuda jax-cuda13-plugin
+	@# They compile kernels without a GPU. Inside the environment, JAX would expect all of CUDA.
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/cuda $(CUDA_COMPILERS)
 	touch $@
 
 $(DOCS): $(STAMP)
@@ -135,4 +137,4 @@ $(DOCS): $(STAMP)
 	touch $@
 
 .venv-oldest.txt: constraints.txt Makefile
-	sed -E 's/^(jax|jaxlib|jax-cuda13-plugin)==.*/\1==$(OLDEST_JAX)/' $< > $@
+	sed -E 's/^(jax|jaxlib|jax-cuda13-plugin|jax-cuda13-pjrt)==.*/\1==$(OLDEST_JAX)/' $< > $@

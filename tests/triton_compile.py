@@ -1,11 +1,9 @@
 """Compilation of Triton kernels for GPUs that this machine does not have."""
 
-import importlib.util
-import os
 import subprocess
 import sys
-from pathlib import Path
 
+import cuda_plugin
 import pytest
 
 # SMEM limit of a program in KiB, by compute capability.
@@ -45,11 +43,7 @@ def check(capability: str, kernels: str, count: int) -> None:
       count: number of calls.
     """
     pytest.importorskip("triton", "3.7")
-    plugin = Path(sys.prefix, "cuda")  # see the Makefile
-    if not plugin.exists() and importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("needs JAX's plugin for CUDA")
-    env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{plugin}{os.pathsep}{env.get('PYTHONPATH', '')}"}
+    env = cuda_plugin.environment()
     code = _PROGRAM.replace("CALLS", kernels).replace("CAPABILITY", capability)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,11 @@
-"""Warp-specialized main loop of the Hopper kernels, in Pallas Mosaic GPU.
+"""Main loop of the Hopper kernels, in Pallas Mosaic GPU.
 
-One loop over similarity tiles serves every kernel. A producer warpgroup streams feature tiles into SMEM with TMA. Two
-compute warpgroups run `wgmma` and the epilogue of each tile in registers. CTAs work in clusters of two that share row
-tiles by multicast. Persistent CTAs stay on the GPU until all tiles are done. The second warpgroup starts a few steps
-after the first, so that the epilogue of one overlaps with the GEMM of the other.
+One loop over similarity tiles serves every kernel. Two warpgroups run `wgmma` and the epilogue of each tile in
+registers. CTAs work in clusters of two that share row tiles by multicast. Persistent CTAs stay on the GPU until all
+tiles are done. The second warpgroup starts a few steps after the first, so that the epilogue of one overlaps with the
+GEMM of the other. It also streams the feature tiles into SMEM with TMA: a slot is free once both have read it, and the
+second is the last to do so. A third warpgroup for the transfers would need `setmaxnreg` to leave enough registers to
+the other two, which nvJitLink, the assembler of JAX 0.12, ignores.
 """
 
 import functools
@@ -16,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from infcl_jax.ops.common.gpu import SWIZZLE_BYTES, WARPGROUP_REGISTERS
+from infcl_jax.ops.common.gpu import SWIZZLE_BYTES
 from infcl_jax.ops.pairwise.base import Array
 from infcl_jax.ops.pairwise.mosaic_schedule import (
     SUBTILE,
@@ -28,8 +30,9 @@ from infcl_jax.ops.pairwise.mosaic_schedule import (
     window_offset,
 )
 
-PRODUCER = WARPGROUPS  # index of the producer warpgroup
-PRODUCER_REGISTERS, COMPUTE_REGISTERS = WARPGROUP_REGISTERS[WARPGROUPS]
+LOADER = WARPGROUPS - 1  # index of the warpgroup that loads the feature tiles
+
+State = tuple[Array, tuple[Array, Array]]  # step of this warpgroup, and origin of the tile that was loaded last
 
 _TRANSFORMS: Any = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(SWIZZLE_BYTES))  # type: ignore[abstract]
 
@@ -67,6 +70,7 @@ def run(
     """
     t = schedule.tiles
     lag = min(t.lag, schedule.products[0].steps)
+    steps = sum(product.steps for product in schedule.products)  # of a tile
     multicast = "member" if t.cluster > 1 else None
     scratch = scratch or {}
 
@@ -76,6 +80,7 @@ def run(
         named |= {"store_slots": store_slots, "reduction_order": reduction_order}
         warpgroup, member, cluster = (lax.axis_index(a) for a in ("warpgroup", "member", "cluster"))
         tasks = lax.div(schedule.tasks - cluster + schedule.grid_clusters - 1, schedule.grid_clusters)
+        total = tasks * schedule.segment * steps  # except in a band
 
         def task_of(i: Array) -> WorkTile:
             """Return the i-th task of this CTA, without a row tile."""
@@ -87,110 +92,131 @@ def run(
             column_partial, first_row_tile = segment * WARPGROUPS + warpgroup, segment * schedule.segment
             return WorkTile(schedule, named, warpgroup, column_partial, column_tile, first_row_tile)
 
-        def produce() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        def first_pair(tile: Array) -> tuple[Array, Array]:
+            """Return the first row and column of a tile of this CTA."""
+            work = task_of(lax.div(tile, schedule.segment)).tile(lax.rem(tile, schedule.segment))
+            return work.row_tile * t.cta_rows, work.column
 
-            def load_tile(i: Array, r: Array, step: Array) -> Array:
-                work = task_of(i).tile(r)
-                for product, p, q in [(gemm, *pair) for gemm in schedule.products for pair in gemm.pairs]:
+        def load(step: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Load the features of a step below `limit`, once its slot is free.
 
-                    def load(k: Array, step: Array, product: Product = product, p: int = p, q: int = q) -> Array:
-                        slot = lax.rem(step, t.stages)
+            `origin` is the first row and column of the tile that was loaded last. Returns that of this step's tile.
+            """
 
-                        @pl.when(step >= t.stages)
-                        def _() -> None:
-                            plgpu.barrier_wait(empty.at[slot])
+            def start() -> tuple[Array, Array]:
+                slot, position = lax.rem(step, t.stages), lax.rem(step, steps)
+                row, column = origin
+                if not schedule.band:
+                    tile = lax.div(step, steps)
+                    row, column = lax.cond(position == 0, lambda: first_pair(tile), lambda: origin)
 
-                        def features(term: int) -> Any:
-                            return pl.ds(term * product.width + k * TILE_K, TILE_K)
+                @pl.when(step >= t.stages)
+                def _() -> None:
+                    plgpu.barrier_wait(empty.at[slot])
 
-                        rows = pl.ds(window_offset(named, 0) + work.row_tile * t.cta_rows, t.cta_rows)
-                        columns = pl.ds(window_offset(named, 1) + work.column, t.columns)
-                        x, y = named[product.x].at[rows, features(p)], named[product.y].at[columns, features(q)]
+                rows = pl.ds(pl.multiple_of(window_offset(named, 0) + row, SUBTILE), t.cta_rows)
+                columns = pl.ds(pl.multiple_of(window_offset(named, 1) + column, SUBTILE), t.columns)
+                first = 0
+                for product in schedule.products:
+
+                    @pl.when((position >= first) & (position < first + product.steps))
+                    def _(product: Product = product, index: Array = position - first) -> None:
+                        x_features, y_features = product.features(index)
+                        x, y = named[product.x].at[rows, x_features], named[product.y].at[columns, y_features]
                         plgpu.copy_gmem_to_smem(x, x_s.at[slot], full.at[slot], collective_axes=multicast)
                         plgpu.copy_gmem_to_smem(y, y_s.at[slot], full.at[slot])
-                        return step + 1
 
-                    step = lax.fori_loop(0, product.width // TILE_K, load, step)
-                return step
+                    first += product.steps
+                return row, column
 
-            def load_task(i: Array, step: Array) -> Array:
-                num_tiles = task_of(i).num_tiles if schedule.band else schedule.segment
-                return lax.fori_loop(0, num_tiles, functools.partial(load_tile, i), step)
+            return lax.cond((warpgroup == LOADER) & (step < limit), start, lambda: origin)
 
-            steps = lax.fori_loop(0, tasks, load_task, jnp.int32(0))
+        def load_first(first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Load the first steps, as many as there are slots."""
+            return lax.fori_loop(0, t.stages, lambda i, origin: load(first + i, limit, origin), origin)
 
-            @pl.loop(jnp.maximum(steps - t.stages, 0), steps)
+        def release(step: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Free the slot of a step that this warpgroup has multiplied, and load the next step into it."""
+            plgpu.barrier_arrive(empty.at[lax.rem(step, t.stages)])
+            return load(step + t.stages, limit, origin)
+
+        def multiply(acc: Any, limit: Array, k: Array, state: State) -> State:
+            step, origin = state
+            slot = lax.rem(step, t.stages)
+            plgpu.barrier_wait(full.at[slot])
+            rows = pl.ds(warpgroup * t.rows, t.rows)
+            plgpu.wgmma(acc, x_s.at[slot, rows], y_s.at[slot].T)
+            plgpu.wgmma_wait(1)
+            origin = lax.cond(k > 0, lambda: release(step - 1, limit, origin), lambda: origin)
+            if lag:
+
+                @pl.when((step == lag - 1) & (warpgroup == 0))
+                def _() -> None:
+                    plgpu.barrier_arrive(started)
+
+            return step + 1, origin
+
+        def compute_tile(task: WorkTile, r: Array, carried: tuple[State, Any]) -> tuple[State, Any]:
+            (step, origin), carry = carried
+            work = task.tile(r)
+            limit = total
+            if schedule.band:  # the next tile is not known
+                limit, origin = step + steps, (work.row_tile * t.cta_rows, work.column)
+                origin = load_first(step, limit, origin)
+            vectors = prefetch(work)
+
+            def multiply_all(product: Product, state: State, use: Callable[[Array], Any]) -> tuple[State, Any]:
+                """Compute one similarity tile and return `use` of it."""
+
+                def scope(acc: Any) -> tuple[State, Any]:
+                    step, origin = lax.fori_loop(0, product.steps, functools.partial(multiply, acc, limit), state)
+                    s = acc[...]
+                    return (step, release(step - 1, limit, origin)), use(s)
+
+                return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
+
+            *first, last = schedule.products
+            tiles: list[Array] = []
+            state = step, origin
+            for product in first:
+                state, s = multiply_all(product, state, lambda s: s)
+                if between is not None:
+                    between(work, s, vectors)
+                tiles.append(s)
+            return multiply_all(last, state, lambda s: epilogue(work, *tiles, s, vectors, carry))
+
+        def compute_task(i: Array, state: State) -> State:
+            task = task_of(i)
+            body = functools.partial(compute_tile, task)
+            state, carry = lax.fori_loop(0, task.num_tiles, body, (state, init(task)))
+            finalize(task, carry)
+            return state
+
+        origin = jnp.int32(0), jnp.int32(0)
+        if not schedule.band:
+            origin = load_first(jnp.int32(0), total, origin)
+
+        @pl.when((warpgroup == 1) & (tasks > 0) & (lag > 0))
+        def _() -> None:
+            plgpu.barrier_wait(started)
+
+        @pl.when(warpgroup == 1)
+        def _() -> None:
+            plgpu.barrier_arrive(reduction_order.at[0])  # warpgroup 0 reduces first, see `WorkTile.serialized`
+
+        end, _ = lax.fori_loop(0, tasks, compute_task, (jnp.int32(0), origin))
+        plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            plgpu.barrier_wait(reduction_order.at[0])  # every arrival needs a wait
+
+        @pl.when(warpgroup == LOADER)
+        def _() -> None:
+            @pl.loop(jnp.maximum(end - t.stages, 0), end)
             def _(step: Array) -> None:
                 # The peer CTA may still multicast tiles to this CTA or signal its barriers. Exit only after that.
                 plgpu.barrier_wait(empty.at[lax.rem(step, t.stages)])
-
-        def compute() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-
-            @pl.when((warpgroup == 1) & (tasks > 0) & (lag > 0))
-            def _() -> None:
-                plgpu.barrier_wait(started)
-
-            @pl.when(warpgroup == 1)
-            def _() -> None:
-                plgpu.barrier_arrive(reduction_order.at[0])  # warpgroup 0 reduces first, see `WorkTile.serialized`
-
-            def multiply(acc: Any, k: Array, step: Array) -> Array:
-                slot = lax.rem(step, t.stages)
-                plgpu.barrier_wait(full.at[slot])
-                rows = pl.ds(warpgroup * t.rows, t.rows)
-                plgpu.wgmma(acc, x_s.at[slot, rows], y_s.at[slot].T)
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(empty.at[lax.rem(step + t.stages - 1, t.stages)], predicate=k > 0)
-                if lag:
-
-                    @pl.when((step == lag - 1) & (warpgroup == 0))
-                    def _() -> None:
-                        plgpu.barrier_arrive(started)
-
-                return step + 1
-
-            def compute_tile(task: WorkTile, r: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
-                step, carry = state
-                work = task.tile(r)
-                vectors = prefetch(work)
-
-                def multiply_all(product: Product, step: Array, use: Callable[[Array], Any]) -> tuple[Array, Any]:
-                    """Compute one similarity tile and return `use` of it."""
-
-                    def scope(acc: Any) -> tuple[Array, Any]:
-                        next_step = lax.fori_loop(0, product.steps, functools.partial(multiply, acc), step)
-                        s = acc[...]
-                        plgpu.barrier_arrive(empty.at[lax.rem(next_step - 1, t.stages)])
-                        return next_step, use(s)
-
-                    return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
-
-                *first, last = schedule.products
-                tiles: list[Array] = []
-                for product in first:
-                    step, s = multiply_all(product, step, lambda s: s)
-                    if between is not None:
-                        between(work, s, vectors)
-                    tiles.append(s)
-                return multiply_all(last, step, lambda s: epilogue(work, *tiles, s, vectors, carry))
-
-            def compute_task(i: Array, step: Array) -> Array:
-                task = task_of(i)
-                body = functools.partial(compute_tile, task)
-                step, carry = lax.fori_loop(0, task.num_tiles, body, (step, init(task)))
-                finalize(task, carry)
-                return step
-
-            lax.fori_loop(0, tasks, compute_task, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-
-            @pl.when(warpgroup == 0)
-            def _() -> None:
-                plgpu.barrier_wait(reduction_order.at[0])  # every arrival needs a wait
-
-        lax.cond(warpgroup == PRODUCER, produce, compute)
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TRANSFORMS)
     empty: Any = {"num_arrivals": WARPGROUPS, "num_barriers": t.stages}
@@ -211,7 +237,7 @@ def run(
         grid_names=("cluster",),
         cluster=(t.cluster,),
         cluster_names=("member",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=WARPGROUPS,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=t.reduction_bytes),
     )(*operands.values())

@@ -117,6 +117,21 @@ class Product:
         """Steps of one tile."""
         return len(self.pairs) * self.width // TILE_K
 
+    def features(self, step: Array) -> tuple[Any, Any]:
+        """Return which row and which column features a step of a tile multiplies, as slices."""
+        length = self.width // TILE_K
+        pair, first = lax.div(step, length), lax.rem(step, length) * TILE_K
+
+        def term(terms: tuple[int, ...]) -> Any:
+            """Return the slice in the pair's term."""
+            index = functools.reduce(
+                lambda index, n: jnp.where(pair == n, terms[n], index), range(1, len(terms)), terms[0]
+            )
+            return pl.ds(pl.multiple_of(index * self.width + first, TILE_K), TILE_K)
+
+        x_terms, y_terms = zip(*self.pairs, strict=True)
+        return term(x_terms), term(y_terms)
+
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:

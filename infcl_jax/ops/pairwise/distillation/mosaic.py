@@ -4,7 +4,7 @@ Each tile takes two GEMMs: the student's, then the teacher's.
 
 Budget of a CTA, with 64 x 128 tiles for each of the two compute warpgroups:
 
-    registers of a thread, of 232: 64 for each model's accumulator; forward 64 for each term, e between the two GEMMs, f
+    registers of a thread, of 255: 64 for each model's accumulator; forward 64 for each term, e between the two GEMMs, f
       and f (t - z) after both; backward 32 for a 64 x 64 subtile of dS and 16 for each column vector of a subtile
     SMEM, of 227 KiB: 32 KiB for each of 6 stages, the features of 128 rows and 128 columns; forward 4 KiB for each of
       two warpgroups to reduce two terms over rows, backward 8 KiB for each of two store slots of a warpgroup

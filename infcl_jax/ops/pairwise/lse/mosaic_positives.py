@@ -135,8 +135,8 @@ def ds_by_id(
     first = work.first_column
 
     def changed(s: Array, exponentials: tuple) -> Array:
-        terms = _positive_terms(work, s, exponentials[0], i, j)
         ds = weigh(*exponentials)
+        terms = _positive_terms(work, s, exponentials[0], i, j)
         return jnp.where(work.is_positive(i, j, first), terms if overwrite else ds + terms, ds)
 
     return work.if_positive(i, first, changed, lambda s, exponentials: weigh(*exponentials), s, exponentials)

@@ -122,15 +122,15 @@ class Product:
         length = self.width // TILE_K
         pair, first = lax.div(step, length), lax.rem(step, length) * TILE_K
 
-        def term(terms: tuple[int, ...]) -> Any:
+        def features_of(terms: tuple[int, ...]) -> Any:
             """Return the slice in the pair's term."""
-            index = functools.reduce(
-                lambda index, n: jnp.where(pair == n, terms[n], index), range(1, len(terms)), terms[0]
-            )
-            return pl.ds(pl.multiple_of(index * self.width + first, TILE_K), TILE_K)
+            term: Any = terms[0]
+            for i in range(1, len(terms)):
+                term = jnp.where(pair == i, terms[i], term)
+            return pl.ds(pl.multiple_of(term * self.width + first, TILE_K), TILE_K)
 
         x_terms, y_terms = zip(*self.pairs, strict=True)
-        return term(x_terms), term(y_terms)
+        return features_of(x_terms), features_of(y_terms)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,9 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # smaller programs com
 # Typical seconds of tests with a mark.
 SECONDS = {"slow": 20, "runs": 1}
 
+# Each compiled program maps memory about ten times. Linux ends a process with more than 65,530 (`vm.max_map_count`).
+MEMORY_MAPS = 16_000
+
 # Packages whose tests train whole runs, call commands or start processes.
 RUNS = {"experiments", "faults", "grad_cache", "inference", "planner", "run", "runtime", "training", "verification"}
 
@@ -101,3 +104,14 @@ def compiled_afresh():
     yield
     jax.config.update("jax_enable_compilation_cache", enabled)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Drop the compiled programs after a file that leaves too many; the cache on disk keeps them."""
+    yield
+    with open("/proc/self/maps") as maps:
+        too_many = sum(1 for _ in maps) > MEMORY_MAPS
+    if too_many:
+        jax.clear_caches()
+        gc.collect()

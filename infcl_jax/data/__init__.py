@@ -1,53 +1,36 @@
 """Captioned images and text pairs: sources, tokenizers, transforms, and batches for training and evaluation."""
 
-from infcl_jax.data.cached_features import TowerInput, cache_features, check_deterministic, feature_key
-from infcl_jax.data.convert import convert
-from infcl_jax.data.eval_batches import EvalBatches, eval_batches
-from infcl_jax.data.feature_store import FeatureStore
-from infcl_jax.data.iterator import BatchReader, TrainIterator
-from infcl_jax.data.pipeline import train_iterator
-from infcl_jax.data.prepare import prepare, prepare_tokenizer
-from infcl_jax.data.sources import SOURCES, BadRecordError, Classes, Example, Source, classes, load_source
-from infcl_jax.data.sources.text_questions import Question, read_judgments, read_questions
-from infcl_jax.data.sources.text_records import Passage
-from infcl_jax.data.sources.text_retrieval import Corpus, QuerySource
-from infcl_jax.data.text_pairs import PairTexts, pair_iterator
-from infcl_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, train_bpe
-from infcl_jax.data.transforms import Augmentation
-
-__all__ = [
-    "SOURCES",
-    "Augmentation",
-    "BadRecordError",
-    "BatchReader",
-    "ByteTokenizer",
-    "Classes",
-    "Corpus",
-    "EvalBatches",
-    "Example",
-    "FeatureStore",
-    "PairTexts",
-    "Passage",
-    "QuerySource",
-    "Question",
-    "Source",
-    "Tokenizer",
-    "TowerInput",
-    "TrainIterator",
-    "cache_features",
-    "check_deterministic",
-    "check_vocabulary",
-    "classes",
-    "convert",
-    "eval_batches",
-    "feature_key",
-    "load_source",
-    "load_tokenizer",
-    "pair_iterator",
-    "prepare",
-    "prepare_tokenizer",
-    "read_judgments",
-    "read_questions",
-    "train_bpe",
-    "train_iterator",
-]
+from infcl_jax.data.cached_features import TowerInput as TowerInput
+from infcl_jax.data.cached_features import cache_features as cache_features
+from infcl_jax.data.cached_features import check_deterministic as check_deterministic
+from infcl_jax.data.cached_features import feature_key as feature_key
+from infcl_jax.data.convert import convert as convert
+from infcl_jax.data.eval_batches import EvalBatches as EvalBatches
+from infcl_jax.data.eval_batches import eval_batches as eval_batches
+from infcl_jax.data.feature_store import FeatureStore as FeatureStore
+from infcl_jax.data.iterator import BatchReader as BatchReader
+from infcl_jax.data.iterator import TrainIterator as TrainIterator
+from infcl_jax.data.pipeline import train_iterator as train_iterator
+from infcl_jax.data.prepare import prepare as prepare
+from infcl_jax.data.prepare import prepare_tokenizer as prepare_tokenizer
+from infcl_jax.data.sources import SOURCES as SOURCES
+from infcl_jax.data.sources import BadRecordError as BadRecordError
+from infcl_jax.data.sources import Classes as Classes
+from infcl_jax.data.sources import Example as Example
+from infcl_jax.data.sources import Source as Source
+from infcl_jax.data.sources import classes as classes
+from infcl_jax.data.sources import load_source as load_source
+from infcl_jax.data.sources.text_questions import Question as Question
+from infcl_jax.data.sources.text_questions import read_judgments as read_judgments
+from infcl_jax.data.sources.text_questions import read_questions as read_questions
+from infcl_jax.data.sources.text_records import Passage as Passage
+from infcl_jax.data.sources.text_retrieval import Corpus as Corpus
+from infcl_jax.data.sources.text_retrieval import QuerySource as QuerySource
+from infcl_jax.data.text_pairs import PairTexts as PairTexts
+from infcl_jax.data.text_pairs import pair_iterator as pair_iterator
+from infcl_jax.data.tokenizers import ByteTokenizer as ByteTokenizer
+from infcl_jax.data.tokenizers import Tokenizer as Tokenizer
+from infcl_jax.data.tokenizers import check_vocabulary as check_vocabulary
+from infcl_jax.data.tokenizers import load_tokenizer as load_tokenizer
+from infcl_jax.data.tokenizers import train_bpe as train_bpe
+from infcl_jax.data.transforms import Augmentation as Augmentation

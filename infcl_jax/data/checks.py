@@ -1,7 +1,5 @@
 """Checks of the arguments of batches."""
 
-from __future__ import annotations
-
 
 def process_rows(batch_size: int, process_index: int, process_count: int) -> int:
     """Return the rows of each of `process_count` processes, which share global batches of `batch_size` rows."""

@@ -1,7 +1,5 @@
 """Conversion of any source to tar files or array_record."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Identity of a dataset, whose path may change between two starts of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Resumable iterator of training batches, read in chunks by threads or worker processes."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools
@@ -118,7 +116,7 @@ class TrainIterator(grain.DatasetIterator):
         row_bytes: int,
         shared_row_bytes: int = 0,
         max_bad_records: float | None = None,
-        finish: DeviceStage | None = None,
+        finish: "DeviceStage | None" = None,
         processes_per_host: int = 1,
         **reading: int | None,
     ):
@@ -305,7 +303,7 @@ def prefetched_batches(
     chunks: grain.MapDataset,
     chunks_per_batch: int,
     parallelism: Parallelism,
-    finish: DeviceStage | None = None,
+    finish: "DeviceStage | None" = None,
     arrived: _ArrivedChunks | None = None,
 ) -> grain.IterDataset:
     """Read chunks in threads or worker processes; one thread concatenates them to batches and finishes these ahead."""
@@ -339,7 +337,7 @@ def concatenate(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return batch | {STATS: _sums([*(chunk.get(STATS, {}) for chunk in chunks), take_seconds()])}
 
 
-def _finished(finish: DeviceStage, batch: dict[str, Any]) -> dict[str, Any]:
+def _finished(finish: "DeviceStage", batch: dict[str, Any]) -> dict[str, Any]:
     """Run the last stage of a batch and add its time to the statistics."""
     with timed(GPU_DECODE):
         batch = finish(batch)

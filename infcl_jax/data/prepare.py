@@ -1,7 +1,5 @@
 """Preparation of datasets and tokenizers on disk."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Sources of benchmarks, in the layouts of clip_benchmark and Karpathy."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence

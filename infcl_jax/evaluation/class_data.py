@@ -1,7 +1,5 @@
 """Class names and prompt templates of public data sets, and readers of such files."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Contrastive loss of a split, as one batch or in batches."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Examples of predictions for a report."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Few-shot classification of frozen features."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

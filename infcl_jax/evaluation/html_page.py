@@ -1,7 +1,5 @@
 """Elements of self-contained HTML pages."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Labeled features for linear and few-shot classification."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +11,11 @@ class LabeledFeatures(NamedTuple):
     features: np.ndarray
     labels: np.ndarray
 
-    def take(self, rows: np.ndarray) -> LabeledFeatures:
+    def take(self, rows: np.ndarray) -> "LabeledFeatures":
         """Select rows by index or mask."""
         return LabeledFeatures(self.features[rows], self.labels[rows])
 
-    def join(self, other: LabeledFeatures) -> LabeledFeatures:
+    def join(self, other: "LabeledFeatures") -> "LabeledFeatures":
         """Append other samples."""
         return LabeledFeatures(*map(np.concatenate, zip(self, other, strict=True)))
 

@@ -1,7 +1,5 @@
 """Linear probes of frozen features by the protocols of CLIP and of clip_benchmark."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Linear classifiers, and multinomial logistic regression by L-BFGS on a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics of classification, from the ranks or scores of the classes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Plots of training curves and retrieval results, by matplotlib, which is imported on first use."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -73,7 +71,9 @@ def plot_curves(
     _save(figure, png_path)
 
 
-def draw_curves(lines: Sequence[Mapping[str, int | float]], chance: Mapping[str, float] | None = None) -> Figure | None:
+def draw_curves(
+    lines: Sequence[Mapping[str, int | float]], chance: Mapping[str, float] | None = None
+) -> "Figure | None":
     """Draw the figure of `plot_curves` from lines of `read_metrics`; None without a loss or score."""
     from matplotlib.figure import Figure
 
@@ -171,7 +171,7 @@ def _series(lines: Sequence[Mapping[str, int | float]], pattern: re.Pattern[str]
     return series
 
 
-def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, float]) -> None:
+def _draw_series(axes: "Axes", series: Series, label: str, chance: Mapping[str, float]) -> None:
     is_loss = label == "loss"
     for name, (steps, values) in series.items():
         # Markers make a metric with a single value visible.
@@ -190,7 +190,7 @@ def _draw_series(axes: Axes, series: Series, label: str, chance: Mapping[str, fl
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
 
 
-def _save(figure: Figure, png_path: str | os.PathLike[str]) -> None:
+def _save(figure: "Figure", png_path: str | os.PathLike[str]) -> None:
     path = Path(png_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:

@@ -1,7 +1,5 @@
 """Results of evaluation tasks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

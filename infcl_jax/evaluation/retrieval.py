@@ -1,7 +1,5 @@
 """Exact recall of image-text retrieval and accuracy of zero-shot classification, by ranks on a mesh."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

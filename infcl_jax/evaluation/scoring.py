@@ -1,7 +1,5 @@
 """Evaluation tasks with their data: checks, and scores from features."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any

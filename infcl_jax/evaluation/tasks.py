@@ -1,7 +1,5 @@
 """Evaluation tasks: a dataset and what is measured on it."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Evaluation of dense text retrieval by exact search of a corpus."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

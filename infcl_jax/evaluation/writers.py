@@ -1,7 +1,5 @@
 """Results of an evaluation as text, JSON, CSV and an HTML page."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

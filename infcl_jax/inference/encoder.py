@@ -1,7 +1,5 @@
 """Encoder of images and texts: a model with its tokenizer."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -78,7 +76,7 @@ class Encoder:
     max_image_pixels: int = MAX_PIXELS
     dim: int | None = None
 
-    def prefix(self, dim: int) -> Encoder:
+    def prefix(self, dim: int) -> "Encoder":
         """Return an encoder of the first `dim` columns of the features, L2-normalized.
 
         Raises:

@@ -1,7 +1,5 @@
 """Features of the images and captions of a whole split, encoded on a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +74,7 @@ class Features:
         """Number of images N."""
         return len(self.index)
 
-    def prefix(self, dim: int) -> Features:
+    def prefix(self, dim: int) -> "Features":
         """Cut the features to their first `dim` columns, L2-normalized."""
         image, text = l2_normalize(self.image[:, :dim]), l2_normalize(self.text[:, :dim])
         return dataclasses.replace(self, image=image, text=text)

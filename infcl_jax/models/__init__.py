@@ -1,68 +1,36 @@
 """CLIP models: image and text towers, dual encoder and configurations."""
 
-from infcl_jax.models.bert import Bert
-from infcl_jax.models.clip import (
-    CLIP,
-    MAX_LOGIT_SCALE,
-    OPENAI_IMAGE_MEAN,
-    OPENAI_IMAGE_STD,
-    TOWERS,
-    CLIPOutput,
-    clamp_logit_scale,
-    l2_normalize,
-    normalize_image,
-    variable_shapes,
-)
-from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, VisionConfig
-from infcl_jax.models.convert import config_of, load_pretrained, save_pretrained
-from infcl_jax.models.open_clip_config import read_open_clip_config
-from infcl_jax.models.registry import build_model, create_model, model_config, model_names
-from infcl_jax.models.resnet import ResNet, ResNetConfig
-from infcl_jax.models.text import TextTransformer
-from infcl_jax.models.text_pair import (
-    TEXT_TOWERS,
-    TextPair,
-    TextPairConfig,
-    TextPairOutput,
-    text_pair_config,
-    towers_of,
-)
-from infcl_jax.models.transformer import RESIDUAL
-from infcl_jax.models.vit import VisionTransformer
-
-__all__ = [
-    "CLIP",
-    "MAX_LOGIT_SCALE",
-    "OPENAI_IMAGE_MEAN",
-    "OPENAI_IMAGE_STD",
-    "RESIDUAL",
-    "TEXT_TOWERS",
-    "TOWERS",
-    "Bert",
-    "BertConfig",
-    "CLIPConfig",
-    "CLIPOutput",
-    "ResNet",
-    "ResNetConfig",
-    "TextConfig",
-    "TextPair",
-    "TextPairConfig",
-    "TextPairOutput",
-    "TextTransformer",
-    "VisionConfig",
-    "VisionTransformer",
-    "build_model",
-    "clamp_logit_scale",
-    "config_of",
-    "create_model",
-    "l2_normalize",
-    "load_pretrained",
-    "model_config",
-    "model_names",
-    "normalize_image",
-    "read_open_clip_config",
-    "save_pretrained",
-    "text_pair_config",
-    "towers_of",
-    "variable_shapes",
-]
+from infcl_jax.models.bert import Bert as Bert
+from infcl_jax.models.clip import CLIP as CLIP
+from infcl_jax.models.clip import MAX_LOGIT_SCALE as MAX_LOGIT_SCALE
+from infcl_jax.models.clip import OPENAI_IMAGE_MEAN as OPENAI_IMAGE_MEAN
+from infcl_jax.models.clip import OPENAI_IMAGE_STD as OPENAI_IMAGE_STD
+from infcl_jax.models.clip import TOWERS as TOWERS
+from infcl_jax.models.clip import CLIPOutput as CLIPOutput
+from infcl_jax.models.clip import clamp_logit_scale as clamp_logit_scale
+from infcl_jax.models.clip import l2_normalize as l2_normalize
+from infcl_jax.models.clip import normalize_image as normalize_image
+from infcl_jax.models.clip import variable_shapes as variable_shapes
+from infcl_jax.models.config import BertConfig as BertConfig
+from infcl_jax.models.config import CLIPConfig as CLIPConfig
+from infcl_jax.models.config import TextConfig as TextConfig
+from infcl_jax.models.config import VisionConfig as VisionConfig
+from infcl_jax.models.convert import config_of as config_of
+from infcl_jax.models.convert import load_pretrained as load_pretrained
+from infcl_jax.models.convert import save_pretrained as save_pretrained
+from infcl_jax.models.open_clip_config import read_open_clip_config as read_open_clip_config
+from infcl_jax.models.registry import build_model as build_model
+from infcl_jax.models.registry import create_model as create_model
+from infcl_jax.models.registry import model_config as model_config
+from infcl_jax.models.registry import model_names as model_names
+from infcl_jax.models.resnet import ResNet as ResNet
+from infcl_jax.models.resnet import ResNetConfig as ResNetConfig
+from infcl_jax.models.text import TextTransformer as TextTransformer
+from infcl_jax.models.text_pair import TEXT_TOWERS as TEXT_TOWERS
+from infcl_jax.models.text_pair import TextPair as TextPair
+from infcl_jax.models.text_pair import TextPairConfig as TextPairConfig
+from infcl_jax.models.text_pair import TextPairOutput as TextPairOutput
+from infcl_jax.models.text_pair import text_pair_config as text_pair_config
+from infcl_jax.models.text_pair import towers_of as towers_of
+from infcl_jax.models.transformer import RESIDUAL as RESIDUAL
+from infcl_jax.models.vit import VisionTransformer as VisionTransformer

@@ -1,7 +1,5 @@
 """Checked fields of JSON configurations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -36,12 +34,12 @@ class Section:
         """Return the value of a field; `default` for an absent one."""
         return self._values.get(field, default)
 
-    def defaults(self, values: Mapping[str, Any]) -> Section:
+    def defaults(self, values: Mapping[str, Any]) -> "Section":
         """Return the section with defaults for absent fields and null."""
         given = {field: value for field, value in self._values.items() if value is not None}
         return Section(self._prefix.removesuffix("."), {**values, **given})
 
-    def with_value(self, field: str, value: Any) -> Section:
+    def with_value(self, field: str, value: Any) -> "Section":
         """Return the section with another value of a field."""
         return Section(self._prefix.removesuffix("."), {**self._values, field: value})
 
@@ -121,7 +119,7 @@ class Section:
             self.refuse(field, "a string", value)
         return value
 
-    def section(self, field: str, known: Collection[str] | None = None) -> Section:
+    def section(self, field: str, known: Collection[str] | None = None) -> "Section":
         """Return the fields of a nested object; null and an absent one have none."""
         value = self.get(field)
         return Section(f"{self._prefix}{field}", {} if value is None else value, known)

@@ -1,7 +1,5 @@
 """Line charts as inline SVG."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

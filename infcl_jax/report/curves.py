@@ -1,7 +1,5 @@
 """Charts of the metrics of runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

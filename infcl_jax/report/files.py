@@ -1,7 +1,5 @@
 """Single files of work directories, with a warning for each damaged one."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings as python_warnings

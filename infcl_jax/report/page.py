@@ -1,7 +1,5 @@
 """HTML page of one or several runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Contents of work directories, also of unfinished or damaged ones."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import io

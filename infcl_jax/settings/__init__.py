@@ -1,65 +1,35 @@
 """Settings of a run: one tree, from which defaults, checks, help and documentation come."""
 
-from infcl_jax.schema import Range, Setting, as_integer, type_name
-from infcl_jax.settings.config import (
-    AnyConfig,
-    changed_settings,
-    check_config,
-    check_fixed,
-    config_dict,
-    default_config,
-    flattened,
-    format_changes,
-    keep_recorded,
-    make_config,
-    name_changes,
-    scaled_learning_rate,
-    with_changes,
-)
-from infcl_jax.settings.consistency import total_steps, with_total_steps
-from infcl_jax.settings.model_overrides import (
-    check_model_overrides,
-    model_changes,
-    parse_overrides,
-    precision_of_overrides,
-    resolved_precision,
-)
-from infcl_jax.settings.names import closest_setting
-from infcl_jax.settings.run_config import SETTINGS, InitConfig, RunConfig
-from infcl_jax.settings.text import SECTIONS, format_entry, format_help, format_markdown, format_python
-
-__all__ = [
-    "SECTIONS",
-    "SETTINGS",
-    "AnyConfig",
-    "InitConfig",
-    "Range",
-    "RunConfig",
-    "Setting",
-    "as_integer",
-    "changed_settings",
-    "check_config",
-    "check_fixed",
-    "check_model_overrides",
-    "closest_setting",
-    "config_dict",
-    "default_config",
-    "flattened",
-    "format_changes",
-    "format_entry",
-    "format_help",
-    "format_markdown",
-    "format_python",
-    "keep_recorded",
-    "make_config",
-    "model_changes",
-    "name_changes",
-    "parse_overrides",
-    "precision_of_overrides",
-    "resolved_precision",
-    "scaled_learning_rate",
-    "total_steps",
-    "type_name",
-    "with_changes",
-    "with_total_steps",
-]
+from infcl_jax.schema import Range as Range
+from infcl_jax.schema import Setting as Setting
+from infcl_jax.schema import as_integer as as_integer
+from infcl_jax.schema import type_name as type_name
+from infcl_jax.settings.config import AnyConfig as AnyConfig
+from infcl_jax.settings.config import changed_settings as changed_settings
+from infcl_jax.settings.config import check_config as check_config
+from infcl_jax.settings.config import check_fixed as check_fixed
+from infcl_jax.settings.config import config_dict as config_dict
+from infcl_jax.settings.config import default_config as default_config
+from infcl_jax.settings.config import flattened as flattened
+from infcl_jax.settings.config import format_changes as format_changes
+from infcl_jax.settings.config import keep_recorded as keep_recorded
+from infcl_jax.settings.config import make_config as make_config
+from infcl_jax.settings.config import name_changes as name_changes
+from infcl_jax.settings.config import scaled_learning_rate as scaled_learning_rate
+from infcl_jax.settings.config import with_changes as with_changes
+from infcl_jax.settings.consistency import total_steps as total_steps
+from infcl_jax.settings.consistency import with_total_steps as with_total_steps
+from infcl_jax.settings.model_overrides import check_model_overrides as check_model_overrides
+from infcl_jax.settings.model_overrides import model_changes as model_changes
+from infcl_jax.settings.model_overrides import parse_overrides as parse_overrides
+from infcl_jax.settings.model_overrides import precision_of_overrides as precision_of_overrides
+from infcl_jax.settings.model_overrides import resolved_precision as resolved_precision
+from infcl_jax.settings.names import closest_setting as closest_setting
+from infcl_jax.settings.run_config import SETTINGS as SETTINGS
+from infcl_jax.settings.run_config import InitConfig as InitConfig
+from infcl_jax.settings.run_config import RunConfig as RunConfig
+from infcl_jax.settings.text import SECTIONS as SECTIONS
+from infcl_jax.settings.text import format_entry as format_entry
+from infcl_jax.settings.text import format_help as format_help
+from infcl_jax.settings.text import format_markdown as format_markdown
+from infcl_jax.settings.text import format_python as format_python

@@ -1,80 +1,50 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
-from infcl_jax.runtime.data_wait import DataWait
-from infcl_jax.runtime.garbage import rare_garbage_collection
-from infcl_jax.runtime.outputs import Outputs
-from infcl_jax.runtime.preemption import Preemption
-from infcl_jax.runtime.profile import Profile
-from infcl_jax.runtime.run_console import LOG_FILE, RunConsole
-from infcl_jax.runtime.train_progress import Pauses, TrainProgress
-from infcl_jax.runtime.workdir import load_config, prepare_workdir, save_config
-from infcl_jax.runtime.workdir_lock import WorkdirLock
-from infcl_jax.training.checkpoint import Checkpointer
-from infcl_jax.training.checkpoint_folder import CHECKPOINTS
-from infcl_jax.training.ema import EMAConfig, evaluated_variables
-from infcl_jax.training.frozen import UnlockedGroups, frozen_parameters, parameter_groups
-from infcl_jax.training.global_contrastive import GlobalContrastive, GlobalContrastiveConfig
-from infcl_jax.training.grad_cache import BATCH_RESIDENCIES, NO_CACHE, GradCacheConfig
-from infcl_jax.training.losses import LOSSES, DistillConfig, loss_class, make_loss
-from infcl_jax.training.metrics import METRICS_FILE, MetricWriter, read_metrics
-from infcl_jax.training.nonfinite import ON_NONFINITE, check_finite
-from infcl_jax.training.optimizer_config import OptimizerConfig
-from infcl_jax.training.optimizers import check_optimizer, learning_rate_schedule, make_optimizer
-from infcl_jax.training.replay import replayed
-from infcl_jax.training.restore import restore_variables
-from infcl_jax.training.safeguards import Safeguards
-from infcl_jax.training.state import TrainState, create_state, parameter_count
-from infcl_jax.training.step import make_train_step
-from infcl_jax.training.text_retrieval import TextRetrievalConfig
-from infcl_jax.training.writers import WRITERS, Writer
-
-__all__ = [
-    "BATCH_RESIDENCIES",
-    "CHECKPOINTS",
-    "LOG_FILE",
-    "LOSSES",
-    "METRICS_FILE",
-    "NO_CACHE",
-    "ON_NONFINITE",
-    "WRITERS",
-    "Checkpointer",
-    "DataWait",
-    "DistillConfig",
-    "EMAConfig",
-    "GlobalContrastive",
-    "GlobalContrastiveConfig",
-    "GradCacheConfig",
-    "MetricWriter",
-    "OptimizerConfig",
-    "Outputs",
-    "Pauses",
-    "Preemption",
-    "Profile",
-    "RunConsole",
-    "Safeguards",
-    "TextRetrievalConfig",
-    "TrainProgress",
-    "TrainState",
-    "UnlockedGroups",
-    "WorkdirLock",
-    "Writer",
-    "check_finite",
-    "check_optimizer",
-    "create_state",
-    "evaluated_variables",
-    "frozen_parameters",
-    "learning_rate_schedule",
-    "load_config",
-    "loss_class",
-    "make_loss",
-    "make_optimizer",
-    "make_train_step",
-    "parameter_count",
-    "parameter_groups",
-    "prepare_workdir",
-    "rare_garbage_collection",
-    "read_metrics",
-    "replayed",
-    "restore_variables",
-    "save_config",
-]
+from infcl_jax.runtime.data_wait import DataWait as DataWait
+from infcl_jax.runtime.garbage import rare_garbage_collection as rare_garbage_collection
+from infcl_jax.runtime.outputs import Outputs as Outputs
+from infcl_jax.runtime.preemption import Preemption as Preemption
+from infcl_jax.runtime.profile import Profile as Profile
+from infcl_jax.runtime.run_console import LOG_FILE as LOG_FILE
+from infcl_jax.runtime.run_console import RunConsole as RunConsole
+from infcl_jax.runtime.train_progress import Pauses as Pauses
+from infcl_jax.runtime.train_progress import TrainProgress as TrainProgress
+from infcl_jax.runtime.workdir import load_config as load_config
+from infcl_jax.runtime.workdir import prepare_workdir as prepare_workdir
+from infcl_jax.runtime.workdir import save_config as save_config
+from infcl_jax.runtime.workdir_lock import WorkdirLock as WorkdirLock
+from infcl_jax.training.checkpoint import Checkpointer as Checkpointer
+from infcl_jax.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
+from infcl_jax.training.ema import EMAConfig as EMAConfig
+from infcl_jax.training.ema import evaluated_variables as evaluated_variables
+from infcl_jax.training.frozen import UnlockedGroups as UnlockedGroups
+from infcl_jax.training.frozen import frozen_parameters as frozen_parameters
+from infcl_jax.training.frozen import parameter_groups as parameter_groups
+from infcl_jax.training.global_contrastive import GlobalContrastive as GlobalContrastive
+from infcl_jax.training.global_contrastive import GlobalContrastiveConfig as GlobalContrastiveConfig
+from infcl_jax.training.grad_cache import BATCH_RESIDENCIES as BATCH_RESIDENCIES
+from infcl_jax.training.grad_cache import NO_CACHE as NO_CACHE
+from infcl_jax.training.grad_cache import GradCacheConfig as GradCacheConfig
+from infcl_jax.training.losses import LOSSES as LOSSES
+from infcl_jax.training.losses import DistillConfig as DistillConfig
+from infcl_jax.training.losses import loss_class as loss_class
+from infcl_jax.training.losses import make_loss as make_loss
+from infcl_jax.training.metrics import METRICS_FILE as METRICS_FILE
+from infcl_jax.training.metrics import MetricWriter as MetricWriter
+from infcl_jax.training.metrics import read_metrics as read_metrics
+from infcl_jax.training.nonfinite import ON_NONFINITE as ON_NONFINITE
+from infcl_jax.training.nonfinite import check_finite as check_finite
+from infcl_jax.training.optimizer_config import OptimizerConfig as OptimizerConfig
+from infcl_jax.training.optimizers import check_optimizer as check_optimizer
+from infcl_jax.training.optimizers import learning_rate_schedule as learning_rate_schedule
+from infcl_jax.training.optimizers import make_optimizer as make_optimizer
+from infcl_jax.training.replay import replayed as replayed
+from infcl_jax.training.restore import restore_variables as restore_variables
+from infcl_jax.training.safeguards import Safeguards as Safeguards
+from infcl_jax.training.state import TrainState as TrainState
+from infcl_jax.training.state import create_state as create_state
+from infcl_jax.training.state import parameter_count as parameter_count
+from infcl_jax.training.step import make_train_step as make_train_step
+from infcl_jax.training.text_retrieval import TextRetrievalConfig as TextRetrievalConfig
+from infcl_jax.training.writers import WRITERS as WRITERS
+from infcl_jax.training.writers import Writer as Writer

@@ -1,7 +1,5 @@
 """Training metrics: crash-safe JSON lines, and further writers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -125,7 +123,7 @@ class MetricWriter:
         while self._writers:
             self._writers.pop(0).close(failed)
 
-    def __enter__(self) -> MetricWriter:
+    def __enter__(self) -> "MetricWriter":
         """Return the writer."""
         return self
 

@@ -1,7 +1,5 @@
 """States and steps that are not finite: their arrays and stages, and updates that are skipped."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping
@@ -45,7 +43,7 @@ def check_finite(step: int, metrics: Mapping[str, Any]) -> None:
         raise FloatingPointError(nonfinite_message(step, bad[0], metrics))
 
 
-def state_stages(batch_stats: Any, rows: SampleState | None) -> dict[str, Bool[Array, ""]]:
+def state_stages(batch_stats: Any, rows: "SampleState | None") -> dict[str, Bool[Array, ""]]:
     """Check the new running statistics and rows of the sample state, whose logarithms can be -inf.
 
     A finite loss does not imply that they are finite.
@@ -60,7 +58,7 @@ def state_stages(batch_stats: Any, rows: SampleState | None) -> dict[str, Bool[A
     return stages
 
 
-def select_update(finite: Mapping[str, Bool[Array, ""]], updated: TrainState, state: TrainState) -> TrainState:
+def select_update(finite: Mapping[str, Bool[Array, ""]], updated: "TrainState", state: "TrainState") -> "TrainState":
     """Select the updated state if all stages are finite, on the device.
 
     Otherwise parameters, optimizer state, moving averages and running statistics keep their values. `step` and the

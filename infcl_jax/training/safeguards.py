@@ -1,7 +1,5 @@
 """Checks of the metrics of each step: steps that are not finite, and loss spikes."""
 
-from __future__ import annotations
-
 import collections
 import json
 import math

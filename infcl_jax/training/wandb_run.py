@@ -1,7 +1,5 @@
 """Metrics of a run on Weights & Biases."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Mapping

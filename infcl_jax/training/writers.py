@@ -1,7 +1,5 @@
 """Further writers of metrics: CSV, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -14,7 +14,7 @@ import optax
 import pytest
 import retrieval_runs
 import runs
-from api_pages import OBJECTS, resolve
+from api_pages import OBJECTS, public_names, resolve
 
 import infcl_jax
 from infcl_jax.data import FeatureStore
@@ -87,7 +87,7 @@ def names():
     """Collect the names that docs/api/index.md promises to the examples."""
     names = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "infcl_jax": infcl_jax}
     for package in map(importlib.import_module, PACKAGES):
-        public = getattr(package, "__all__", [name for name in vars(package) if not name.startswith("_")])
+        public = public_names(package) or [name for name in vars(package) if not name.startswith("_")]
         # `infcl_jax.data.convert` is another function than `infcl_jax.models.convert.convert`.
         names |= {name: getattr(package, name) for name in public if name not in names}
     image, noise = (jax.random.normal(jax.random.key(i), (8, 4)) for i in (0, 1))

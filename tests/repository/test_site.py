@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from api_pages import DOCS, OBJECTS, resolve
+from api_pages import DOCS, OBJECTS, public_names, resolve
 
 ROOT = DOCS.parent
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
@@ -41,7 +41,7 @@ def test_every_page_is_in_the_navigation_once():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_function_is_on_an_api_page(package):
     module = importlib.import_module(package)
-    public = [getattr(module, name) for name in module.__all__]
+    public = [getattr(module, name) for name in public_names(module)]
     documented = [resolve(name) for name in OBJECTS]
     assert [x for x in public if callable(x) and not any(x is other for other in documented)] == []
     modules = [value.__name__ for value in public if inspect.ismodule(value)]
@@ -67,7 +67,7 @@ def test_no_api_page_names_a_module_of_a_functions_name():
 
     assert [name for name in OBJECTS if is_module(name)] == []
     for package in PACKAGES:  # a function that a package imports from its module of that name has its full name
-        for name in importlib.import_module(package).__all__:
+        for name in public_names(importlib.import_module(package)):
             if is_module(path := f"{package}.{name}") and callable(resolve(path)):
                 assert f"{path}.{name}" in OBJECTS
 

@@ -1,7 +1,5 @@
 """Decoding of images on the host, and the choice of the decoder of training images."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable

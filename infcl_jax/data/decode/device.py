@@ -4,8 +4,6 @@ Reading threads and workers pack encoded images and their crop boxes. This stage
 training. The host decodes the images that a device refuses or does not support.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses

@@ -1,7 +1,5 @@
 """Image decoder of the GPU, nvImageCodec."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import importlib.util
@@ -93,7 +91,7 @@ extern "C" __global__ void resize_rows(const unsigned char* rows, const float* b
 """
 
 
-def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[jax.Device, NvImageCodecDecoder]:
+def open_decoders(devices: Sequence[jax.Device], rows: int, size: int) -> dict[jax.Device, "NvImageCodecDecoder"]:
     """Create a decoder for each GPU of this process, for `rows` images of `size` x `size` pixels.
 
     Raises:
@@ -173,7 +171,7 @@ class _Decoded(NamedTuple):
     address: int  # of its memory, which is slow to read
 
     @classmethod
-    def of(cls, image: Any) -> _Decoded | None:
+    def of(cls, image: Any) -> "_Decoded | None":
         """Read the memory of an image; None for None."""
         return None if image is None else cls(image, image.capacity, image.__cuda_array_interface__["data"][0])
 

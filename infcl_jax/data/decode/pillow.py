@@ -1,7 +1,5 @@
 """Image decoder of the host, Pillow."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Sources by dataset name or path."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Interface of the sources of captioned images, and their errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 

@@ -1,7 +1,5 @@
 """Captions from the texts of files, and caption files of other tools, which are named in errors."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Columns of tables."""
 
-from __future__ import annotations
-
 import functools
 import json
 import string

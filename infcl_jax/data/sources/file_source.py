@@ -1,7 +1,5 @@
 """What the sources of files share: examples, messages and classes."""
 
-from __future__ import annotations
-
 import abc
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Files of datasets: patterns, and reads of byte ranges that survive pickling and forking."""
 
-from __future__ import annotations
-
 import functools
 import glob
 import os
@@ -232,7 +230,7 @@ class Files:
         self.paths = list(paths)
         self._open = functools.lru_cache(_MAX_OPEN)(_Descriptor)
 
-    def __reduce__(self) -> tuple[type[Files], tuple[list[str]]]:
+    def __reduce__(self) -> tuple[type["Files"], tuple[list[str]]]:
         return Files, (self.paths,)
 
     def read(self, file: int, offset: int, size: int, limit: int = LARGEST_IMAGE) -> bytes:

@@ -1,7 +1,5 @@
 """Folders of images with captions or with a subfolder per class."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Class labels of the user's files: class names, label values and prompt templates."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re

@@ -1,7 +1,5 @@
 """Mixtures of sources, interleaved by weight."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence

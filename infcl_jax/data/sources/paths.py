@@ -1,7 +1,5 @@
 """Checked paths from the files of a dataset."""
 
-from __future__ import annotations
-
 import logging
 import os
 import posixpath

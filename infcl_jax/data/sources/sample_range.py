@@ -1,7 +1,5 @@
 """Sources whose samples are those of other sources: ranges, and images with all their captions."""
 
-from __future__ import annotations
-
 import abc
 
 import numpy as np

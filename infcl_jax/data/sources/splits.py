@@ -1,7 +1,5 @@
 """Splits of datasets given by path."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Tables of captioned or labeled images: CSV, TSV, JSON lines and parquet files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of one table: its columns, images and captions."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

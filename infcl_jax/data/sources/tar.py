@@ -1,7 +1,5 @@
 """Tar files of images and captions, as webdataset and img2dataset write them."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

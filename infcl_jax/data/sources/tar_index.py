@@ -1,7 +1,5 @@
 """Index of the samples of tar files, cached on disk."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 Only the standard library is imported: the file is also a script that scans shards in processes of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

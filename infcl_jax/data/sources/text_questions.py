@@ -1,7 +1,5 @@
 """Queries of an evaluation of dense text retrieval, and their relevance judgments."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import math

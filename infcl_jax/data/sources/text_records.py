@@ -1,7 +1,5 @@
 """Records of text retrieval: random access to those of JSON and text files, and their checked fields."""
 
-from __future__ import annotations
-
 import array
 import codecs
 import csv

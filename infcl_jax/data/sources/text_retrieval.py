@@ -1,7 +1,5 @@
 """Sources of dense text retrieval: queries with passages, and the corpus of an evaluation."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

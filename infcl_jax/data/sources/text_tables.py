@@ -1,7 +1,5 @@
 """CSV, TSV and JSON lines files as Arrow tables."""
 
-from __future__ import annotations
-
 import codecs
 import dataclasses
 import itertools

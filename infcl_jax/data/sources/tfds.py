@@ -1,7 +1,5 @@
 """TFDS datasets in array_record format, the built-in shapes among them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +61,7 @@ class RecordSource:
         decoders = {"image": tfds.decode.SkipDecoding()} if is_encoded else None
         self._records = builder.as_data_source(split, decoders=decoders)
 
-    def __reduce__(self) -> tuple[type[RecordSource], tuple[str, str, str | Path]]:
+    def __reduce__(self) -> tuple[type["RecordSource"], tuple[str, str, str | Path]]:
         return RecordSource, (self.name, self.split, self._data_dir)
 
     def __len__(self) -> int:

@@ -1,5 +1,5 @@
 """Row sums of the pairwise sigmoid loss over all pairs of a sharded batch."""
 
-from infcl_jax.ops.pairwise.sigmoid.api import SIGMOID_IMPLEMENTATIONS, PairwiseSigmoid, pairwise_sigmoid
-
-__all__ = ["SIGMOID_IMPLEMENTATIONS", "PairwiseSigmoid", "pairwise_sigmoid"]
+from infcl_jax.ops.pairwise.sigmoid.api import SIGMOID_IMPLEMENTATIONS as SIGMOID_IMPLEMENTATIONS
+from infcl_jax.ops.pairwise.sigmoid.api import PairwiseSigmoid as PairwiseSigmoid
+from infcl_jax.ops.pairwise.sigmoid.api import pairwise_sigmoid as pairwise_sigmoid

@@ -13,7 +13,8 @@ import functools
 import importlib
 import inspect
 import re
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,53 @@ CONFIGS = {
 }
 
 
+class Gemm(NamedTuple):
+    """GEMM of a kernel's similarities.
+
+    Attributes:
+      width: padded number of features.
+      stride: elements between rows of its operands, which are concatenated bf16 terms of `width` features.
+      num_pairs: pairs of bf16 terms whose GEMMs are summed.
+      x_terms: index of each pair's term of the row features, one hexadecimal digit each, the first lowest.
+      y_terms: index of each pair's term of the column features.
+    """
+
+    width: int
+    stride: int
+    num_pairs: int
+    x_terms: int
+    y_terms: int
+
+    @classmethod
+    def of(cls, x: Array, pairs: Pairs) -> Self:
+        """Return the GEMM of row features `x`."""
+        x_terms, y_terms = zip(*pairs, strict=True)
+        return cls(term_width(x, pairs), x.shape[1], len(pairs), _digits(x_terms), _digits(y_terms))
+
+
+class Settings(NamedTuple):
+    """Constants of a kernel.
+
+    Attributes:
+      gemm: GEMM of x and y.
+      block_m: see `TritonConfig`, as `block_n`, `block_d` and `group_m`.
+      ds_terms: number of bf16 terms of dS; 0 for sums and maxima.
+      other: GEMM of the teacher's features.
+      exclude: whether the positives are excluded.
+      maxima: whether to reduce exponents to maxima instead of exponentials to sums.
+    """
+
+    gemm: Gemm
+    block_m: int
+    block_n: int
+    block_d: int
+    group_m: int
+    ds_terms: int = 0
+    other: Gemm | None = None
+    exclude: bool = False
+    maxima: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class TritonKernels:
     """Common part of the `kernel_api.Kernels` for GPUs from Ampere to Hopper.
@@ -97,6 +145,11 @@ class TritonKernels:
         """Multiple to which the number of features is padded."""
         return self.config.block_d
 
+    def settings(self, x: Array, pairs: Pairs, **options: Any) -> Settings:
+        """Return the settings of a kernel for row features `x`; `options` are further fields of `Settings`."""
+        c = self.config
+        return Settings(Gemm.of(x, pairs), c.block_m, c.block_n, c.block_d, c.group_m, **options)
+
     def launch(
         self,
         kernel: Any,
@@ -105,17 +158,18 @@ class TritonKernels:
         shape: tuple[int, int],
         operands: dict[str, Array | None],
         results: dict[str, jax.ShapeDtypeStruct],
-        pairs: Pairs,
+        settings: Settings,
         num_warps: int,
-        **constants: int,
     ) -> dict[str, Array]:
         """Launch a kernel; operands and results have the names of its pointers."""
-        c, width = self.config, term_width(operands["x"], pairs)
-        if shape[0] % c.block_m or shape[1] % c.block_n or width % c.block_d:
-            raise ValueError(
-                f"expected rows, columns and features in multiples of {(c.block_m, c.block_n, c.block_d)}, "
-                f"got {(*shape, width)}; pad them"
-            )
+        c, gemms = self.config, [gemm for gemm in (settings.gemm, settings.other) if gemm is not None]
+        for gemm in gemms:
+            if shape[0] % c.block_m or shape[1] % c.block_n or gemm.width % c.block_d:
+                raise ValueError(
+                    f"expected rows, columns and features in multiples of {(c.block_m, c.block_n, c.block_d)}, "
+                    f"got {(*shape, gemm.width)}; pad them"
+                )
+        features = sum(gemm.width * gemm.num_pairs for gemm in gemms)
         jax_triton, _ = load()
         out = jax_triton.triton_call(
             kernel=kernel,
@@ -126,15 +180,9 @@ class TritonKernels:
             num_stages=c.num_stages,
             compute_capability=self.compute_capability,
             backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
-            cost_estimate={"flops": 2 * num_programs * c.block_m * c.block_n * width * len(pairs)},
+            cost_estimate={"flops": 2 * num_programs * c.block_m * c.block_n * features},
             **{f"{name}_ptr": a for name, a in operands.items()},
-            **constants,
-            WIDTH=width,
-            STRIDE=operands["x"].shape[1],
-            **pair_constants(pairs),
-            BLOCK_M=c.block_m,
-            BLOCK_N=c.block_n,
-            BLOCK_D=c.block_d,
+            SETTINGS=settings,
         )
         # jax-triton drops the varying mesh axes of its operands.
         varying = frozenset().union(
@@ -149,21 +197,18 @@ class TritonKernels:
         window: Window,
         operands: dict[str, Array | None],
         results: dict[str, jax.ShapeDtypeStruct],
-        pairs: Pairs,
+        settings: Settings,
         num_warps: int,
-        **constants: int,
     ) -> dict[str, Array]:
         """Launch a kernel on all tiles of a window. Arguments and results are those of `launch`."""
-        rows, columns = window.rows, window.columns
         tiles_m, tiles_n = self.tiles(window)
-        if self.config.block_m * constants.get("DS_TERMS", 0) * columns >= 1 << 31:
+        if self.config.block_m * settings.ds_terms * window.columns >= 1 << 31:
             raise ValueError(
                 f"expected a window whose tiles of dS span less than 2^31 elements, got {window}; use fewer columns"
             )
         numbers = [jnp.asarray(n, jnp.int32) for n in (window.row, window.column, tiles_m, tiles_n)]
-        operands = operands | {"window": jnp.stack(numbers)}
-        shape, constants = (rows, columns), constants | {"GROUP_M": self.config.group_m}
-        return self.launch(kernel, name, tiles_m * tiles_n, shape, operands, results, pairs, num_warps, **constants)
+        operands, shape = operands | {"window": jnp.stack(numbers)}, (window.rows, window.columns)
+        return self.launch(kernel, name, tiles_m * tiles_n, shape, operands, results, settings, num_warps)
 
     def tiles(self, window: Window) -> tuple[int, int]:
         """Return the numbers of row tiles and of column tiles of a window."""
@@ -176,21 +221,12 @@ class TritonKernels:
         rows = x.shape[0]
         num_tiles = rows // min(self.config.block_m, self.config.block_n)
         out = {"s_ii": jax.ShapeDtypeStruct((rows,), jnp.float32)}
-        operands = {"x": x, "y": y}
+        operands, settings = {"x": x, "y": y}, self.settings(x, pairs)
         launch = functools.partial(self.launch, load()[1].diagonal_kernel, "pairwise_diagonal")
-        return launch(num_tiles, (rows, rows), operands, out, pairs, self.config.num_warps)["s_ii"]
+        return launch(num_tiles, (rows, rows), operands, out, settings, self.config.num_warps)["s_ii"]
 
 
-def pair_constants(pairs: Pairs) -> dict[str, int]:
-    """Return the kernels' constants NUM_PAIRS, X_TERMS and Y_TERMS."""
-    return {
-        "NUM_PAIRS": len(pairs),
-        "X_TERMS": _digits([p for p, _ in pairs]),
-        "Y_TERMS": _digits([q for _, q in pairs]),
-    }
-
-
-def _digits(terms: list[int]) -> int:
+def _digits(terms: Sequence[int]) -> int:
     """Pack the indices of terms into hexadecimal digits, the first one lowest."""
     return sum(term << 4 * index for index, term in enumerate(terms))
 

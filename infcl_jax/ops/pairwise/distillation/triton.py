@@ -17,8 +17,8 @@ from infcl_jax.ops.pairwise.distillation.kernel_api import (
     DistillationWeights,
     KernelSums,
 )
-from infcl_jax.ops.pairwise.kernel_api import Window, term_width
-from infcl_jax.ops.pairwise.triton import TritonKernels, kernels_of, pair_constants
+from infcl_jax.ops.pairwise.kernel_api import Window
+from infcl_jax.ops.pairwise.triton import Gemm, TritonKernels, kernels_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DistillationTriton(TritonKernels):
             results = {"moment": jax.ShapeDtypeStruct(shape, jnp.float32)} | results
         else:
             given["moment"] = None
-        out = self._compute("ds", operands, given, results, window, pairs, DS_TERMS=terms)
+        out = self._compute("ds", operands, given, results, window, pairs, terms)
         return out["ds"], out["moment"].sum(0) if moments else None, None
 
     def _compute(
@@ -67,22 +67,15 @@ class DistillationTriton(TritonKernels):
         results: dict[str, jax.ShapeDtypeStruct],
         window: Window,
         pairs: BothPairs,
-        **constants: int,
+        terms: int = 0,
     ) -> dict[str, Array]:
         """Compute all tiles of a window; partial results are per tile."""
-        width = term_width(operands.teacher_x, pairs[1])
-        if width % self.config.block_d:
-            raise ValueError(f"expected features of the teacher in multiples of {self.config.block_d}, got {width}")
-        teacher = {
-            "TEACHER_WIDTH": width,
-            "TEACHER_STRIDE": operands.teacher_x.shape[1],
-            **{f"TEACHER_{name.removeprefix('NUM_')}": n for name, n in pair_constants(pairs[1]).items()},
-        }
         vectors = {name: a for name, a in operands._asdict().items() if name not in ("lowest", "highest")} | given
+        other = Gemm.of(operands.teacher_x, pairs[1])
+        settings = self.settings(operands.x, pairs[0], other=other, ds_terms=terms)
         name, num_warps = f"pairwise_distillation_{kernel}", 2 * self.config.num_warps
         kernel = getattr(kernels_of("distillation"), f"{kernel}_kernel")
-        constants |= teacher
-        return self.compute_tiles(kernel, name, window, vectors, results, pairs[0], num_warps, **constants)
+        return self.compute_tiles(kernel, name, window, vectors, results, settings, num_warps)
 
 
 KERNELS = DistillationTriton

@@ -10,7 +10,7 @@ from jaxtyping import BFloat16, Float32
 from infcl_jax.ops.pairwise.base import Array
 from infcl_jax.ops.pairwise.kernel_api import Pairs, Window
 from infcl_jax.ops.pairwise.lse.kernel_api import LseOperands, LseWeights, WeightsByID, positive_tiles
-from infcl_jax.ops.pairwise.triton import TritonKernels, kernels_of
+from infcl_jax.ops.pairwise.triton import Settings, TritonKernels, kernels_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class LseTriton(TritonKernels):
     ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Implement `Kernels.sums`."""
         operands = operands if exclude else operands._replace(labels=None, last=None)
-        needed = ("row_partials", "column_partials") if columns else ("row_partials",)
-        out = self._compute_tiles(operands, None, window, pairs, needed, exclude=exclude, maxima=maxima)
+        settings = self.settings(operands.x, pairs, exclude=exclude, maxima=maxima)
+        out = self._compute("sums", operands, {}, window, columns, settings)
         reduce = jnp.max if maxima else jnp.sum
-        return reduce(out["row_partials"], 0), reduce(out["column_partials"], 0) if columns else None
+        return reduce(out["row"], 0), reduce(out["column"], 0) if columns else None
 
     def ds(
         self,
@@ -43,11 +43,13 @@ class LseTriton(TritonKernels):
         Float32[Array, "{window.columns}"] | None,
     ]:
         """Implement `Kernels.ds`."""
-        column_moment = moments and weights.column is not None
-        needed = ("row_partials",) * moments + ("column_partials",) * column_moment + ("ds",)
-        out = self._compute_tiles(operands, weights, window, pairs, needed, exclude=exclude, terms=terms)
-        row = out["row_partials"].sum(0) if moments else None
-        return out["ds"], row, out["column_partials"].sum(0) if column_moment else None
+        by_id = weights.by_id or WeightsByID(*[None] * len(WeightsByID._fields))
+        given = {f"{name}_weight": w for name, w in weights._asdict().items() if name != "by_id"}
+        given |= {f"by_id_{name}": w for name, w in by_id._asdict().items()}
+        settings = self.settings(operands.x, pairs, ds_terms=terms, exclude=exclude)
+        out = self._compute("ds", operands, given, window, moments and weights.column is not None, settings, moments)
+        row, column = (out[name].sum(0) if name in out else None for name in ("row", "column"))
+        return out["ds"], row, column
 
     def positive_sums(
         self, operands: LseOperands, pairs: Pairs, *, maxima: bool
@@ -59,63 +61,49 @@ class LseTriton(TritonKernels):
         given = {name: getattr(operands, name) for name in names} | {"first_tile": first, "num_tiles": number}
         out = dict.fromkeys(("sum", "similarity", "moment"), jax.ShapeDtypeStruct((rows,), jnp.float32))
         num_tiles, shape = rows // self.config.block_m, (rows, columns)
+        settings = self.settings(operands.x, pairs, maxima=maxima)
         launch = functools.partial(self.launch, kernels_of("lse").positive_sums_kernel, "pairwise_positive_sums")
-        results = launch(num_tiles, shape, given, out, pairs, self.config.num_warps, MAXIMA=maxima)
+        results = launch(num_tiles, shape, given, out, settings, self.config.num_warps)
         return results["sum"], results["similarity"], results["moment"]
 
-    def _compute_tiles(
+    def _compute(
         self,
+        kernel: str,
         operands: LseOperands,
-        weights: LseWeights | None,
+        given: dict[str, Array | None],
         window: Window,
-        pairs: Pairs,
-        needed: tuple[str, ...],
-        *,
-        exclude: bool,
-        maxima: bool = False,
-        terms: int = 0,
+        columns: bool,
+        settings: Settings,
+        rows: bool = True,
     ) -> dict[str, Array]:
         """Compute all tiles of a window.
 
-        Partial sums and maxima are per tile, to be reduced over the first axis.
+        Sums, maxima and moments are per tile, to be reduced over the first axis.
 
         Args:
+          kernel: "sums" or "ds".
           operands: operands of the kernels.
-          weights: factors of dS; None for sums and maxima.
+          given: weights of dS by name.
           window: rows and columns to process.
-          pairs: pairs of bf16 terms whose GEMMs are summed.
-          needed: names of the results that are needed: "row_partials", "column_partials", "ds".
-          exclude: whether the positives are excluded.
-          maxima: whether to compute maxima of exponents.
-          terms: number of bf16 terms of dS.
+          columns: whether the results of columns are needed.
+          settings: settings of the kernel.
+          rows: whether the results of rows are needed.
         """
-        rows, columns = window.rows, window.columns
         tiles_m, tiles_n = self.tiles(window)
-        results = {
-            "row_partials": jax.ShapeDtypeStruct((tiles_n, rows), jnp.float32),
-            "column_partials": jax.ShapeDtypeStruct((tiles_m, columns), jnp.float32),
-            "ds": jax.ShapeDtypeStruct((rows, terms * columns), jnp.bfloat16),
-        }
+        results = {}
+        if rows:
+            results["row"] = jax.ShapeDtypeStruct((tiles_n, window.rows), jnp.float32)
+        if columns:
+            results["column"] = jax.ShapeDtypeStruct((tiles_m, window.columns), jnp.float32)
+        if settings.ds_terms:
+            results["ds"] = jax.ShapeDtypeStruct((window.rows, settings.ds_terms * window.columns), jnp.bfloat16)
         vectors = {name: a for name, a in operands._asdict().items() if name not in ("lowest", "highest")}
-        factors = dict.fromkeys(LseWeights._fields) if weights is None else weights._asdict()
-        by_id = factors.pop("by_id") or WeightsByID(*[None] * len(WeightsByID._fields))
-        absent = {name: None for name in results if name not in needed}
-        return self.compute_tiles(
-            kernels_of("lse").tile_kernel,
-            "pairwise_tile",
-            window,
-            vectors
-            | {f"{name}_weight": factor for name, factor in factors.items()}
-            | {f"by_id_{name}": factor for name, factor in by_id._asdict().items()}
-            | absent,
-            {name: result for name, result in results.items() if name in needed},
-            pairs,
-            # Two exponentials, or two terms of dS, need twice the registers, hence twice the warps.
-            self.config.num_warps * (1 if operands.column_scale is None and terms < 2 else 2),
-            EXCLUDE=exclude,
-            MAXIMA=maxima,
-            DS_TERMS=terms,
-        )
+        absent = {name: None for name in ("row", "column") if name not in results}
+        # Two exponentials, or two terms of dS, need twice the registers, hence twice the warps.
+        num_warps = self.config.num_warps * (1 if operands.column_scale is None and settings.ds_terms < 2 else 2)
+        name = f"pairwise_lse_{kernel}"
+        kernel = getattr(kernels_of("lse"), f"{kernel}_kernel")
+        return self.compute_tiles(kernel, name, window, vectors | given | absent, results, settings, num_warps)
 
 
 KERNELS = LseTriton

@@ -29,7 +29,7 @@ class SigmoidTriton(TritonKernels):
         names = ("negative", "positive") if operands.matches is not None else ("negative",)
         results = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names}
         absent: dict[str, Array | None] = {} if operands.matches is not None else {"positive": None}
-        out = self._compute("sums", operands, absent, results, window, pairs, self.config.num_warps)
+        out = self._compute("sums", operands, absent, results, window, pairs)
         return out["negative"].sum(0), out["positive"].sum(0) if "positive" in out else None
 
     def ds(
@@ -49,9 +49,7 @@ class SigmoidTriton(TritonKernels):
         results |= {"ds": jax.ShapeDtypeStruct((window.rows, terms * window.columns), jnp.bfloat16)}
         given = {f"{name}_weight": w for name, w in weights._asdict().items()}
         given |= {name: None for name in names if not moments}
-        # Two terms of dS need twice the registers, hence twice the warps.
-        num_warps = self.config.num_warps * (1 if terms < 2 else 2)
-        out = self._compute("ds", operands, given, results, window, pairs, num_warps, DS_TERMS=terms)
+        out = self._compute("ds", operands, given, results, window, pairs, terms)
         return out["ds"], jnp.stack([out[name].sum(0) for name in names], axis=1) if moments else None, None
 
     def _compute(
@@ -62,8 +60,7 @@ class SigmoidTriton(TritonKernels):
         results: dict[str, jax.ShapeDtypeStruct],
         window: Window,
         pairs: Pairs,
-        num_warps: int,
-        **constants: int,
+        terms: int = 0,
     ) -> dict[str, Array]:
         """Compute all tiles of a window; partial results are per column tile."""
         matches = dict.fromkeys(Matches._fields) if operands.matches is None else operands.matches._asdict()
@@ -71,7 +68,10 @@ class SigmoidTriton(TritonKernels):
         vectors |= {f"match_{name}": a for name, a in matches.items()}
         name = f"pairwise_sigmoid_{kernel}"
         kernel = getattr(kernels_of("sigmoid"), f"{kernel}_kernel")
-        return self.compute_tiles(kernel, name, window, vectors | given, results, pairs, num_warps, **constants)
+        settings = self.settings(operands.x, pairs, ds_terms=terms)
+        # Two terms of dS need twice the registers, hence twice the warps.
+        num_warps = self.config.num_warps * (1 if terms < 2 else 2)
+        return self.compute_tiles(kernel, name, window, vectors | given, results, settings, num_warps)
 
 
 KERNELS = SigmoidTriton

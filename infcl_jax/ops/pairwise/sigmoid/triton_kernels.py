@@ -1,13 +1,20 @@
 """Triton kernels of the sigmoid loss, which `triton` launches; importing them needs Triton.
 
-`kernel_api` describes the vectors, `pairwise.triton_kernels` the constants.
+`kernel_api` describes the vectors, see `pairwise.triton_kernels`.
 """
 
 import triton
 import triton.language as tl
 
 from infcl_jax.ops.pairwise.sigmoid import softplus
-from infcl_jax.ops.pairwise.triton_kernels import load_vector, similarity_tile, store_ds, store_rows, tile_of
+from infcl_jax.ops.pairwise.triton_kernels import (
+    load_columns,
+    load_rows,
+    similarity_tile,
+    store_ds,
+    store_rows,
+    tile_of,
+)
 
 LN2 = tl.constexpr(softplus.LN2)
 SMALL = tl.constexpr(softplus.SMALL)
@@ -31,20 +38,13 @@ def merge_halves(u):
 
 
 @triton.jit
-def row_sum(linear, e):
-    """Sum linear * ln 2 + log1p(e) over the columns.
+def softplus_sum(z):
+    """Sum softplus of the logits over the columns, in nats.
 
     One logarithm serves eight pairs.
     """
-    u = merge_halves(merge_halves(merge_halves(e)))
-    return tl.sum(linear, 1) * LN2 + tl.sum(log1p(u), 1)
-
-
-@triton.jit
-def ranges_overlap(row_lowest_ptr, row_highest_ptr, column_lowest_ptr, column_highest_ptr, m, n):
-    """Return whether a tile may contain positives."""
-    below = tl.load(row_lowest_ptr + m) <= tl.load(column_highest_ptr + n)
-    return below & (tl.load(row_highest_ptr + m) >= tl.load(column_lowest_ptr + n))
+    u = merge_halves(merge_halves(merge_halves(tl.exp2(-tl.abs(z)))))
+    return tl.sum(tl.maximum(z, 0.0), 1) * LN2 + tl.sum(log1p(u), 1)
 
 
 @triton.jit
@@ -57,54 +57,54 @@ def logits_of(s, scale, row_bias, column_bias):
 
 
 @triton.jit
+def may_match(row_lowest_ptr, row_highest_ptr, column_lowest_ptr, column_highest_ptr, tile, SETTINGS):
+    """Return whether a tile may contain positives. Few do, and only these compare the group numbers of every pair."""
+    overlap = False
+    if row_lowest_ptr is not None:
+        m, n = tile.start_m // SETTINGS.block_m, tile.start_n // SETTINGS.block_n
+        below = tl.load(row_lowest_ptr + m) <= tl.load(column_highest_ptr + n)
+        overlap = below & (tl.load(row_highest_ptr + m) >= tl.load(column_lowest_ptr + n))
+    return overlap
+
+
+@triton.jit
+def matches(row_ptr, column_ptr, tile, SETTINGS):
+    """Mark the positives of a tile."""
+    return load_rows(row_ptr, tile, SETTINGS)[:, None] == load_columns(column_ptr, tile, SETTINGS)[None, :]
+
+
+@triton.jit
 def sums_kernel(
     x_ptr, y_ptr, scale_ptr, row_bias_ptr, column_bias_ptr, match_row_ptr, match_column_ptr, match_row_lowest_ptr,
     match_row_highest_ptr, match_column_lowest_ptr, match_column_highest_ptr, window_ptr,
     negative_ptr, positive_ptr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    NUM_PAIRS: tl.constexpr, X_TERMS: tl.constexpr, Y_TERMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr,
+    SETTINGS: tl.constexpr,
 ):  # fmt: skip
     """Compute the row sums of one tile, of negatives and of positives."""
-    tile, start_m, start_n = tile_of(window_ptr, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    tile = tile_of(window_ptr, SETTINGS)
     # Loaded before the main loop to hide the latency.
-    scale, row_bias, column_bias = (
-        tl.load(scale_ptr),
-        tl.load(row_bias_ptr + offs_m),
-        load_vector(column_bias_ptr, offs_n),
-    )
-    s = similarity_tile(
-        x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D
-    )  # fmt: skip
+    scale, row_bias = tl.load(scale_ptr), load_rows(row_bias_ptr, tile, SETTINGS)
+    column_bias = load_columns(column_bias_ptr, tile, SETTINGS)
+    s = similarity_tile(x_ptr, y_ptr, tile.start_m, tile.start_n, SETTINGS.gemm, SETTINGS)
     z = logits_of(s, scale, row_bias, column_bias)
-    e = tl.exp2(-tl.abs(z))
-    if match_row_ptr is None:
-        store_rows(negative_ptr, tile, row_sum(tl.maximum(z, 0.0), e))
-    else:
-        # Few tiles contain positives. Only these compare the group numbers of every pair.
-        if ranges_overlap(
-            match_row_lowest_ptr, match_row_highest_ptr, match_column_lowest_ptr, match_column_highest_ptr,
-            start_m // BLOCK_M, start_n // BLOCK_N,
-        ):  # fmt: skip
-            row, column = tl.load(match_row_ptr + offs_m), tl.load(match_column_ptr + offs_n)
-            match = row[:, None] == column[None, :]
-            negative = row_sum(tl.where(match, 0.0, tl.maximum(z, 0.0)), tl.where(match, 0.0, e))
-            store_rows(negative_ptr, tile, negative)
-            positive = row_sum(tl.where(match, tl.maximum(-z, 0.0), 0.0), tl.where(match, e, 0.0))
-            store_rows(positive_ptr, tile, positive)
-        else:
-            store_rows(negative_ptr, tile, row_sum(tl.maximum(z, 0.0), e))
-            store_rows(positive_ptr, tile, tl.zeros((BLOCK_M,), tl.float32))
+    if match_row_ptr is not None:
+        positive = tl.zeros_like(row_bias)
+        ranges = match_row_lowest_ptr, match_row_highest_ptr, match_column_lowest_ptr, match_column_highest_ptr
+        if may_match(*ranges, tile, SETTINGS):
+            match = matches(match_row_ptr, match_column_ptr, tile, SETTINGS)
+            positive = softplus_sum(tl.where(match, -z, float("-inf")))
+            z = tl.where(match, float("-inf"), z)
+        store_rows(positive_ptr, tile, positive)
+    store_rows(negative_ptr, tile, softplus_sum(z))
 
 
 @triton.jit
-def store_epilogue(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, DS_TERMS: tl.constexpr):
+def store_gradient(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, SETTINGS):
     """Store a tile of dS and its moments."""
     if scale_moment_ptr is not None:
         store_rows(scale_moment_ptr, tile, tl.sum(ds * s, 1))
         store_rows(bias_moment_ptr, tile, tl.sum(ds, 1))
-    store_ds(ds_ptr, ds, tile, DS_TERMS)
+    store_ds(ds_ptr, ds, tile, SETTINGS)
 
 
 @triton.jit
@@ -113,38 +113,25 @@ def ds_kernel(
     match_row_highest_ptr, match_column_lowest_ptr, match_column_highest_ptr, window_ptr,
     negative_weight_ptr, positive_weight_ptr,
     scale_moment_ptr, bias_moment_ptr, ds_ptr,
-    WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    NUM_PAIRS: tl.constexpr, X_TERMS: tl.constexpr, Y_TERMS: tl.constexpr, DS_TERMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_M: tl.constexpr,
+    SETTINGS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dS and its row moments."""
-    tile, start_m, start_n = tile_of(window_ptr, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    tile = tile_of(window_ptr, SETTINGS)
     # Loaded before the main loop to hide the latency.
-    scale, row_bias, column_bias = (
-        tl.load(scale_ptr),
-        tl.load(row_bias_ptr + offs_m),
-        load_vector(column_bias_ptr, offs_n),
-    )
-    weight, positive_weight = tl.load(negative_weight_ptr + offs_m), load_vector(positive_weight_ptr, offs_m)
-    s = similarity_tile(
-        x_ptr, y_ptr, start_m, start_n, WIDTH, STRIDE, NUM_PAIRS, X_TERMS, Y_TERMS, BLOCK_M, BLOCK_N, BLOCK_D
-    )  # fmt: skip
-    z = logits_of(s, scale, row_bias, column_bias)
-    if match_row_ptr is None:
-        ds = weight[:, None] / (1.0 + tl.exp2(-z))
-        store_epilogue(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, DS_TERMS)
-    else:
-        if ranges_overlap(
-            match_row_lowest_ptr, match_row_highest_ptr, match_column_lowest_ptr, match_column_highest_ptr,
-            start_m // BLOCK_M, start_n // BLOCK_N,
-        ):  # fmt: skip
-            row, column = tl.load(match_row_ptr + offs_m), tl.load(match_column_ptr + offs_n)
-            match = row[:, None] == column[None, :]
+    scale, row_bias = tl.load(scale_ptr), load_rows(row_bias_ptr, tile, SETTINGS)
+    column_bias = load_columns(column_bias_ptr, tile, SETTINGS)
+    weight = load_rows(negative_weight_ptr, tile, SETTINGS)[:, None]
+    s = similarity_tile(x_ptr, y_ptr, tile.start_m, tile.start_n, SETTINGS.gemm, SETTINGS)
+    ranges = match_row_lowest_ptr, match_row_highest_ptr, match_column_lowest_ptr, match_column_highest_ptr
+    # Stored in both branches, because registers do not hold s and dS beyond a branch.
+    if may_match(*ranges, tile, SETTINGS):
+        if match_row_ptr is not None:
+            match = matches(match_row_ptr, match_column_ptr, tile, SETTINGS)
             # sigmoid(-z) of the positives, without the cancellation of sigmoid(z) - 1.
+            z = logits_of(s, scale, row_bias, column_bias)
             sigmoid = 1.0 / (1.0 + tl.exp2(tl.where(match, z, -z)))
-            ds = tl.where(match, positive_weight[:, None], weight[:, None]) * sigmoid
-            store_epilogue(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, DS_TERMS)
-        else:
-            ds = weight[:, None] / (1.0 + tl.exp2(-z))
-            store_epilogue(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, DS_TERMS)
+            ds = tl.where(match, load_rows(positive_weight_ptr, tile, SETTINGS)[:, None], weight) * sigmoid
+            store_gradient(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, SETTINGS)
+    else:
+        ds = weight / (1.0 + tl.exp2(-logits_of(s, scale, row_bias, column_bias)))
+        store_gradient(ds, s, tile, scale_moment_ptr, bias_moment_ptr, ds_ptr, SETTINGS)

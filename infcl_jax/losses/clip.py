@@ -17,7 +17,6 @@ from infcl_jax.losses.directions import (
 )
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise.checks import checked_ids
-from infcl_jax.ops.pairwise.guided.guide import Margin, checked_margin
 from infcl_jax.ops.pairwise.lse import MULTI_POSITIVE, pairwise_lse
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ def clip_loss(
     text_ids: Int32[Array, "b"] | Int32[Array, "b 2"] | None = None,
     multi_positive: str = "mean",
     label_smoothing: float = 0.0,
-    guide: tuple[Float[Array, "b dg"], Float[Array, "b dg"]] | None = None,
-    margin: float = 0.0,
-    margin_strategy: str = "absolute",
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """Symmetric InfoNCE loss over all pairs of the global batch.
@@ -63,10 +59,6 @@ def clip_loss(
     Texts are alike. The loss is half the mean over the images plus half the mean over the texts that have a positive.
     Khosla et al., "Supervised Contrastive Learning", L_out and L_in; Yang et al., "Unified Contrastive Learning in
     Image-Text-Label Space"; Miech et al., "End-to-End Learning of Visual Representations" (MIL-NCE).
-
-    With a guide, a second model with similarities t_ij, text j leaves the sum of image i if `t_ij > t_ii - margin`, and
-    image i leaves that of text j if `t_ij > t_jj - margin`: negatives that the guide finds more similar than the pair
-    itself are likely false. Solatorio, "GISTEmbed: Guided In-sample Selection of Training Negatives".
 
     To take gradients inside `shard_map`, keep its default `check_vma=True`. With `check_vma=False`, JAX transposes the
     sum over devices into another sum. Gradients taken inside `shard_map` are then too large by the device count; take
@@ -96,30 +88,23 @@ def clip_loss(
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
       label_smoothing: share of each target that is spread evenly over all unmasked pairs of a row or column, in
         [0, 1).
-      guide: L2-normalized image and text features `[b, Dg]` of the guide, of one floating dtype. They get no gradient.
-        Positives stay, those by id too. Text i is the own text of image i also with ids. Without label smoothing only.
-      margin: difference in the guide's similarity by which a negative must be below the pair.
-      margin_strategy: "absolute", or "relative" for `margin * |t_ii|` in place of `margin`.
-      implementation: backend, see `pairwise_lse`. With a guide "xla", "ring" or None.
+      implementation: backend, see `pairwise_lse`.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features); 0 if all pairs are masked or no id matches.
 
     Raises:
-      ValueError: shapes or dtypes do not match, ids are not int32, an option is out of range, a margin has no guide,
-        the batch size is not divisible by the device count, or `axis_name` is missing inside `shard_map`.
+      ValueError: shapes or dtypes do not match, ids are not int32, an option is out of range, the batch size is not
+        divisible by the device count, or `axis_name` is missing inside `shard_map`.
     """
     check_pairs(image, text)
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
-    if guide is not None and label_smoothing:
-        raise ValueError(f"expected label_smoothing=0 with a guide, got {label_smoothing}")
-    margins = checked_margin(guide, margin, margin_strategy, len(image), len(text))
     ids = checked_ids({"image_ids": image_ids, "text_ids": text_ids}, (len(image), len(text)))
     scale = checked_scalar("logit_scale", logit_scale, image)
-    settings = _Settings(implementation, multi_positive, label_smoothing, margins)
-    sharded = (image, text, mask, checked_weights(weights, image), guide, *ids)
+    settings = _Settings(implementation, multi_positive, label_smoothing)
+    sharded = (image, text, mask, checked_weights(weights, image), *ids)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 
@@ -130,11 +115,10 @@ class _Settings:
     implementation: str | None
     multi_positive: str
     label_smoothing: float
-    margin: Margin
 
 
 def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: Float[Array, ""]) -> Float[Array, ""]:
-    image, text, mask, weights, guide, image_ids, text_ids = sharded
+    image, text, mask, weights, image_ids, text_ids = sharded
     smoothing = settings.label_smoothing
     row_lse, column_lse, positive = pairwise_lse(
         image,
@@ -147,9 +131,6 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
         multi_positive=settings.multi_positive,
         x_mask=mask,
         y_mask=mask,
-        guide=guide,
-        margin=settings.margin.value,
-        margin_strategy=settings.margin.strategy,
         implementation=settings.implementation,
     )
     if image_ids is None:

@@ -21,7 +21,6 @@ from infcl_jax.losses.batch import (
 from infcl_jax.losses.directions import with_positive, with_positives
 from infcl_jax.ops.common.checks import check_choice, is_concrete
 from infcl_jax.ops.pairwise.checks import checked_ids, checked_labels, checked_mask
-from infcl_jax.ops.pairwise.guided.guide import Margin, checked_margin
 from infcl_jax.ops.pairwise.lse import MULTI_POSITIVE, pairwise_lse
 
 
@@ -39,9 +38,6 @@ def retrieval_loss(
     query_ids: Int32[Array, "bq"] | Int32[Array, "bq 2"] | None = None,
     passage_ids: Int32[Array, "bp"] | Int32[Array, "bp 2"] | None = None,
     multi_positive: str = "mean",
-    guide: tuple[Float[Array, "bq dg"], Float[Array, "bp dg"]] | None = None,
-    margin: float = 0.0,
-    margin_strategy: str = "absolute",
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """InfoNCE of every query against all passages of the global batch.
@@ -50,9 +46,6 @@ def retrieval_loss(
     `scale * s`. A passage that is no query's positive is a hard negative for all queries.
 
     With ids, all passages of equal ids, on all devices, are a query's positives, see `clip_loss`.
-
-    With a guide, a second model with similarities t_ij, passage j leaves the sum of query i if
-    `t_ij > t_{i, labels_i} - margin`, hard negatives included. See `clip_loss`.
 
     Karpukhin et al., "Dense Passage Retrieval", section 3.2; Gao et al., "Scaling Deep Contrastive Learning Batch Size
     under Memory Limited Setup", eq. 1.
@@ -80,20 +73,16 @@ def retrieval_loss(
         mean.
       passage_ids: int32 `[bp]` or `[bp, 2]`. Masked passages match no id.
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
-      guide: query and passage features `[bq, Dg]` and `[bp, Dg]` of the guide, of one floating dtype. They get no
-        gradient. Positives stay. With ids, `bp == bq`, and the threshold of query i is that of passage i.
-      margin: difference in the guide's similarity by which a negative must be below the positive.
-      margin_strategy: "absolute", or "relative" for `margin * |t_{i, labels_i}|` in place of `margin`.
-      implementation: backend, see `pairwise_lse`. With a guide "xla", "ring" or None.
+      implementation: backend, see `pairwise_lse`.
 
     Returns:
       Scalar in fp32 (fp64 for fp64 features), the same on every device; 0 if every query is excluded. If a traced label
       is out of range, loss and gradients are NaN.
 
     Raises:
-      ValueError: shapes, dtypes, labels, ids or masks do not match; both labels and ids are given; a margin has no
-        guide; `axis_name` is missing inside `shard_map`; concrete (not traced) labels and masks exclude the positive of
-        every query, or a positive is on another device.
+      ValueError: shapes, dtypes, labels, ids or masks do not match; both labels and ids are given; `axis_name` is
+        missing inside `shard_map`; concrete (not traced) labels and masks exclude the positive of every query, or a
+        positive is on another device.
     """
     row_mask = checked_mask("mask", mask, query.shape[0])
     column_mask = checked_mask("passage_mask", passage_mask, passage.shape[0])
@@ -112,10 +101,9 @@ def retrieval_loss(
         _check_same_device(labels, mask, query.shape[0], passage.shape[0], axis_and_devices(mesh, axis_name)[1])
     if not by_id:
         _check_any_positive(labels, mask, passage_mask, query.shape[0])
-    margins = checked_margin(guide, margin, margin_strategy, len(query), len(passage))
-    settings = _Settings(implementation, multi_positive, margins, global_labels=mesh is not None)
+    settings = _Settings(implementation, multi_positive, global_labels=mesh is not None)
     scale = checked_scalar("scale", scale, query)
-    sharded = (query, passage, labels, row_mask, column_mask, checked_weights(weights, query), guide, *ids)
+    sharded = (query, passage, labels, row_mask, column_mask, checked_weights(weights, query), *ids)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 
@@ -125,12 +113,11 @@ class _Settings:
 
     implementation: str | None
     multi_positive: str
-    margin: Margin
     global_labels: bool  # into the passages of all devices
 
 
 def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: Array) -> Array:
-    query, passage, labels, mask, passage_mask, weights, guide, query_ids, passage_ids = sharded
+    query, passage, labels, mask, passage_mask, weights, query_ids, passage_ids = sharded
     if labels is not None and settings.global_labels:
         labels = labels.astype(jnp.int32) - lax.axis_index(axis_name) * passage.shape[0]
     if passage_mask is not None and query_ids is None:
@@ -148,9 +135,6 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
         x_mask=mask,
         y_mask=passage_mask,
         columns=False,
-        guide=guide,
-        margin=settings.margin.value,
-        margin_strategy=settings.margin.strategy,
         implementation=settings.implementation,
     )
     if query_ids is None:

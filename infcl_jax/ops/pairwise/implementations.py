@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ TRITON_CAPABILITIES = ("8.0", "8.6", "8.7", "8.9", HOPPER)
 # Folders of the losses. Each has the modules `xla` with its `BACKEND`, `fused` with its `BACKEND` around GPU kernels,
 # and `mosaic` and `triton` with these `KERNELS`.
 LOSSES = ("lse", "sigmoid", "distillation")
-STRIP_LOSSES = (*LOSSES, "guided")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +100,7 @@ def compute(implementation: str, loss: Loss, block: Any, axis_name: AxisName | N
     row, block = TABLE[implementation], only_reverse(block, loss.forward_mode)
     backend: Any = row.backend(loss.folder, not ring.ring_axes(axis_name))
     strategy: Any = row.strategy
-    backend = dataclasses.replace(backend, **options)
-    block, plan = loss.prepared(backend, block), Plan(loss, strategy, backend, axis_name)
+    plan = Plan(loss, strategy, dataclasses.replace(backend, **options), axis_name)
     if not row.sorted_ids or getattr(block, "x_ids", None) is None:
         return blockwise(plan, block)
     block, x_order, y_order = sort_block(block)
@@ -160,14 +158,10 @@ TABLE = {
         functools.partial(_strips, None),
     ),
     "ring": Implementation(
-        _RING, (ring.rotating_bytes, Strips(None).workspace_bytes), functools.partial(_strips, None), STRIP_LOSSES
+        _RING, (ring.rotating_bytes, Strips(None).workspace_bytes), functools.partial(_strips, None), LOSSES
     ),
     "xla": Implementation(
-        _RING,
-        (ring.rotating_bytes, Strips().workspace_bytes),
-        functools.partial(_strips, STRIP_ROWS),
-        STRIP_LOSSES,
-        rank=1,
+        _RING, (ring.rotating_bytes, Strips().workspace_bytes), functools.partial(_strips, STRIP_ROWS), LOSSES, rank=1
     ),
     "mosaic_gpu": Implementation(
         _RING,
@@ -212,17 +206,16 @@ def available_implementations() -> tuple[str, ...]:
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 
 
-def best_implementation(dtype: Any = jnp.float32, known: Collection[str] = IMPLEMENTATIONS) -> str:
+def best_implementation(dtype: Any = jnp.float32) -> str:
     """Return the fastest implementation for the default device.
 
     Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
     Args:
       dtype: dtype of the features.
-      known: names of the implementations of the loss.
     """
     capability = compute_capability()
-    names = [name for name in known if dtype != jnp.float64 or TABLE[name].fp64]
+    names = [name for name, row in TABLE.items() if dtype != jnp.float64 or row.fp64]
     by_rank = sorted(names, key=lambda name: TABLE[name].rank, reverse=True)
     best = next(name for name in by_rank if TABLE[name].runs_on(capability))
     if TABLE[best].requires is None and dtype != jnp.float64 and capability is not None:

@@ -1,6 +1,5 @@
 """Public function `pairwise_lse`: validation and dispatch."""
 
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,17 +15,8 @@ from infcl_jax.ops.pairwise.checks import (
     checked_mask,
     checked_scales,
 )
-from infcl_jax.ops.pairwise.guided.guide import checked_margin, guide_features
-from infcl_jax.ops.pairwise.guided.rule import Guided
 from infcl_jax.ops.pairwise.ids import Groups, match_ids
-from infcl_jax.ops.pairwise.implementations import (
-    IMPLEMENTATIONS,
-    TABLE,
-    best_implementation,
-    check_device,
-    compute,
-    implementations_of,
-)
+from infcl_jax.ops.pairwise.implementations import IMPLEMENTATIONS, TABLE, best_implementation, check_device, compute
 from infcl_jax.ops.pairwise.lse.block import LseBlock, Results
 from infcl_jax.ops.pairwise.lse.positives import MULTI_POSITIVE, positives_by_id
 from infcl_jax.ops.pairwise.lse.rule import LogSumExp
@@ -67,9 +57,6 @@ def pairwise_lse(
     x_mask: Bool[Array, "bx"] | None = None,
     y_mask: Bool[Array, "by"] | None = None,
     columns: bool = True,
-    guide: tuple[Float[Array, "bx dg"], Float[Array, "by dg"]] | None = None,
-    margin: float = 0.0,
-    margin_strategy: str = "absolute",
     implementation: str | None = None,
 ) -> PairwiseLSE:
     """Compute row and column log-sum-exp over all pairs of a batch.
@@ -121,13 +108,6 @@ def pairwise_lse(
         gradients are 0. Their features, labels and scales may have any value, including NaN.
       y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
       columns: False to compute rows only (one-directional retrieval); `col` is then None.
-      guide: row and column features `[bx, Dg]` and `[by, Dg]` of another model, of one floating dtype; they get no
-        gradient. With its similarities t_ij, column j leaves the sum of row i if `t_ij > t_{i, o_i} - margin`, and row
-        i leaves that of column j if `t_ij > t_jj - margin`. Column o_i is that of the label of row i, or column i with
-        ids. Requires `positives="exclude"`: positives do not leave. The guide's similarities come from the same GEMMs,
-        so that duplicates of the own pair stay. Solatorio, "GISTEmbed". The implementations are "xla" and "ring".
-      margin: difference in the guide's similarity by which a negative must be below the own pair.
-      margin_strategy: "absolute", or "relative" for `margin * |t_{i, o_i}|` in place of `margin`.
       implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
 
     Returns:
@@ -139,17 +119,11 @@ def pairwise_lse(
     """
     check_features(x, y)
     check_choice("positives", positives, ("include", "exclude"))
+    check_implementation(implementation, IMPLEMENTATIONS)
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
     x_ids, y_ids = checked_ids({"x_ids": x_ids, "y_ids": y_ids}, (x.shape[0], y.shape[0]), labels)
     by_id = x_ids is not None
-    known: Collection[str] = IMPLEMENTATIONS
-    loss = LogSumExp(columns)
-    margins = checked_margin(guide, margin, margin_strategy, x.shape[0], y.shape[0])
-    if guide is not None:
-        loss = Guided(columns, margins)
-        known = _guided_implementations(positives, x, y, labels, columns=columns, by_id=by_id)
-    check_implementation(implementation, known)
-    implementation = implementation or best_implementation(x.dtype, known)
+    implementation = implementation or best_implementation(x.dtype)
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
     axis_name = axis_name or None
@@ -166,13 +140,9 @@ def pairwise_lse(
     if x.dtype == jnp.float16:  # fp16's range is too narrow for GEMMs of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
-    block = LseBlock(x, y, x_scale, y_scale, x_mask, y_mask, labels, *groups)
-    if guide is not None:
-        block = block._replace(x_guide=guide_features(guide[0], x_mask), y_guide=guide_features(guide[1], y_mask))
-    inputs = varying_over(block, axis_name)
+    inputs = varying_over(LseBlock(x, y, x_scale, y_scale, x_mask, y_mask, labels, *groups), axis_name)
     block = _zero_masked_rows(inputs)
-    options = {"exclude": positives == "exclude", "columns": columns}
-    row, column, positive = _compute(implementation, loss, block, axis_name, **options)
+    row, column, positive = _compute(implementation, block, axis_name, exclude=positives == "exclude", columns=columns)
     if by_id:
         column = zero_masked(column, y_mask) if columns else None
         return PairwiseLSE(zero_masked(row, x_mask), column, positives_by_id(positive, groups, multi_positive))
@@ -186,34 +156,14 @@ def pairwise_lse(
     )
 
 
-def _guided_implementations(
-    positives: str, x: Array, y: Array, labels: Array | None, *, columns: bool, by_id: bool
-) -> tuple[str, ...]:
-    """Return the names of the implementations with a guide.
-
-    Raises:
-      ValueError: the sums include positives, or a row or column has no own pair.
-    """
-    if positives != "exclude":
-        raise ValueError(f"expected positives='exclude' with a guide, got {positives!r}")
-    if columns and labels is not None:
-        raise ValueError("expected no labels with a guide and column sums, got labels; row i belongs to column i")
-    if (columns or by_id) and len(x) != len(y):
-        raise ValueError(
-            f"expected as many rows as columns with a guide and column sums or ids, got {len(x)} rows and {len(y)} "
-            "columns"
-        )
-    return tuple(name for name in implementations_of("guided") if not (by_id and TABLE[name].sorted_ids))
-
-
 def _compute(
-    implementation: str, loss: LogSumExp, block: LseBlock, axis_name: AxisName | None, **options: bool
+    implementation: str, block: LseBlock, axis_name: AxisName | None, *, exclude: bool, columns: bool
 ) -> Results:
     """Compute log-sum-exps and positives."""
     strategy = TABLE[implementation].strategy
     if not isinstance(strategy, Strategy):
-        return strategy(block, axis_name=axis_name, **options)
-    return compute(implementation, loss, block, axis_name, **options)
+        return strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
+    return compute(implementation, LogSumExp(columns), block, axis_name, exclude=exclude, columns=columns)
 
 
 def _zero_masked_rows(block: LseBlock) -> LseBlock:

@@ -75,50 +75,19 @@ class LseStrips(Strips):
             ),
         )
 
-    def in_sums(
-        self, block: LseBlock, rows: "LseRows"
-    ) -> tuple[Bool[Array, "#rows #by"] | None, Bool[Array, "#rows #by"] | None]:
-        """Return which pairs of a strip are in the sums of rows, and in those of columns; None for all pairs."""
-        positive = None
-        if self.exclude:
-            positive = _match(block, rows) if rows.labels is None else is_positive(rows.labels, block.y)
-        valid = valid_pairs(rows.mask, block.y_mask, None if positive is None else ~positive)
-        return valid, valid
-
-    def terms(
-        self, block: LseBlock, rows: "LseRows", e: Float[Array, "rows by"]
-    ) -> tuple[Float[Array, "rows by"], Float[Array, "rows by"]]:
-        """Return the terms of the sums of rows, and of those of columns, from the exponentials of all pairs."""
-        e = where_valid(self.in_sums(block, rows)[0], e)
-        return e, e
-
-    def weighted_terms(
-        self,
-        block: LseBlock,
-        rows: "LseBackwardRows",
-        e: Float[Array, "rows by"],
-        column_factor: Float[Array, "by"] | None,
-    ) -> Float[Array, "rows by"]:
-        """Return the cotangents of the logits of a strip: the terms of rows and columns times `max_shift.factor`."""
-        e = where_valid(self.in_sums(block, rows.operands)[0], e)
-        weight = factor(rows.sums, rows.d_row)[:, None]
-        if column_factor is not None:
-            weight = weight + column_factor[None, :]
-        return e * weight
-
     def _shared_forward(self, block: LseBlock) -> LseSums:
         shift = shared_shift(block.x_scale)
 
-        def strip(carry: tuple, rows: LseRows) -> tuple[tuple, tuple]:
+        def strip(carry: tuple, rows: _LseRows) -> tuple[tuple, tuple]:
             column, column_positives = carry
             s, e = _shared_exponentials(block, rows, shift)
             match = _match(block, rows)
             row_positives, strip_positives = positive_sums(
                 match, s, lambda axis: shifted_log_sum(shift, where_valid(match, e).sum(axis)), columns=self.columns
             )
-            row_terms, column_terms = self.terms(block, rows, e)
-            carry = column + column_terms.sum(0), _merge(column_positives, strip_positives)
-            return carry, (row_terms.sum(1), _positives(s, rows.labels), row_positives)
+            e = where_valid(_valid(block, rows, self.exclude), e)
+            carry = column + e.sum(0), _merge(column_positives, strip_positives)
+            return carry, (e.sum(1), _positives(s, rows.labels), row_positives)
 
         start = _column_zeros(block), _no_positives(block, self.columns)
         (column, column_positives), results = scan_strips(strip, start, _rows(block), self.rows)
@@ -127,13 +96,13 @@ class LseStrips(Strips):
         return LseSums(row, column, positive, row_positives, column_positives)
 
     def _general_forward(self, block: LseBlock) -> LseSums:
-        def strip(carry: tuple, rows: LseRows) -> tuple[tuple, tuple]:
+        def strip(carry: tuple, rows: _LseRows) -> tuple[tuple, tuple]:
             column, column_positives = carry
             s = similarities(rows.x, block.y)
-            row_valid, column_valid = self.in_sums(block, rows)
-            row = _log_sum(rows.scale[:, None] * s, row_valid, axis=1)
+            valid = _valid(block, rows, self.exclude)
+            row = _log_sum(rows.scale[:, None] * s, valid, axis=1)
             if column is not None:
-                column = column.merge(_log_sum(block.y_scale[None, :] * s, column_valid, axis=0))
+                column = column.merge(_log_sum(block.y_scale[None, :] * s, valid, axis=0))
             match, scales = _match(block, rows), _pair_scales(block, rows)
             row_positives, strip_positives = positive_sums(
                 match, s, lambda axis: _log_sum(scales[axis] * s, match, axis), columns=self.columns
@@ -150,10 +119,14 @@ class LseStrips(Strips):
         scale, shift = block.x_scale, shared_shift(block.x_scale)
         column_factor = None if cotangents.column is None else factor(cotangents.column, cotangents.d_column)
 
-        def strip(carry: tuple, rows: LseBackwardRows) -> tuple[tuple, Array | None]:
+        def strip(carry: tuple, rows: _LseBackwardRows) -> tuple[tuple, Array | None]:
             d_y, d_scale = carry
             s, e_all = _shared_exponentials(block, rows.operands, shift)
-            p = self.weighted_terms(block, rows, e_all, column_factor)
+            e = where_valid(_valid(block, rows.operands, self.exclude), e_all)
+            row_col_factor = factor(rows.sums, rows.d_row)[:, None]
+            if column_factor is not None:
+                row_col_factor = row_col_factor + column_factor[None, :]
+            p = e * row_col_factor
             for side, axis in ((rows.positives, 1), (cotangents.column_positives, 0)):
                 weights = functools.partial(_weighted_exponentials, e_all, axis=axis)
                 p = with_positives(p, _match(block, rows.operands), side, weights, axis)
@@ -173,23 +146,23 @@ class LseStrips(Strips):
     def _general_backward(self, block: LseBlock, cotangents: LseCotangents, needs_grad: LseGradient) -> LseGradient:
         column = cotangents.column
 
-        def strip(carry: tuple, rows: LseBackwardRows) -> tuple[tuple, tuple]:
+        def strip(carry: tuple, rows: _LseBackwardRows) -> tuple[tuple, tuple]:
             d_y, d_y_scale = carry
             s = similarities(rows.operands.x, block.y)
-            row_valid, column_valid = self.in_sums(block, rows.operands)
+            valid = _valid(block, rows.operands, self.exclude)
             match = _match(block, rows.operands)
             alpha = rows.operands.scale[:, None]
 
             def positive_softmax(side: PositiveCotangents, scale: Array, axis: int) -> Array:
                 return _weighted_softmax(scale * s, side.lse, side.d_lse, match, axis)
 
-            p_row = _weighted_softmax(alpha * s, rows.sums, rows.d_row, row_valid, axis=1)
+            p_row = _weighted_softmax(alpha * s, rows.sums, rows.d_row, valid, axis=1)
             row_softmax = functools.partial(positive_softmax, scale=alpha, axis=1)
             p_row = with_positives(p_row, match, rows.positives, row_softmax, axis=1)
             d_s = alpha * p_row
             if column is not None:
                 beta = block.y_scale[None, :]
-                p_column = _weighted_softmax(beta * s, column, cotangents.d_column, column_valid, axis=0)
+                p_column = _weighted_softmax(beta * s, column, cotangents.d_column, valid, axis=0)
                 column_softmax = functools.partial(positive_softmax, scale=beta, axis=0)
                 p_column = with_positives(p_column, match, cotangents.column_positives, column_softmax, axis=0)
                 d_s = d_s + beta * p_column
@@ -207,50 +180,54 @@ class LseStrips(Strips):
         return LseGradient(d_x, d_y, d_x_scale, d_y_scale)
 
 
-class LseRows(NamedTuple):
-    """Row operands of a block, to be split into strips; see `LseBlock`."""
+class _LseRows(NamedTuple):
+    """Row operands of a block, to be split into strips."""
 
     x: Float[Array, "rows d"]
     scale: Float[Array, "rows"] | None
     mask: Bool[Array, "rows"] | None
     labels: Int32[Array, "rows"] | None
     ids: Int32[Array, "rows"] | None
-    guide: Float[Array, "rows dg"] | None
-    threshold: Float[Array, "rows"] | None
 
 
-class LseBackwardRows(NamedTuple):
+class _LseBackwardRows(NamedTuple):
     """Row operands of the backward pass, to be split into strips."""
 
-    operands: LseRows
+    operands: _LseRows
     sums: LogSum
     d_row: Float[Array, "rows"]
     d_positive: Float[Array, "rows"] | None
     positives: PositiveCotangents | None
 
 
-def _rows(block: LseBlock) -> LseRows:
-    scale = None if block.shared else block.x_scale
-    return LseRows(block.x, scale, block.x_mask, block.labels, block.x_ids, block.x_guide, block.x_threshold)
+def _rows(block: LseBlock) -> _LseRows:
+    return _LseRows(block.x, None if block.shared else block.x_scale, block.x_mask, block.labels, block.x_ids)
 
 
-def _backward_rows(block: LseBlock, cotangents: LseCotangents) -> LseBackwardRows:
+def _backward_rows(block: LseBlock, cotangents: LseCotangents) -> _LseBackwardRows:
     d_positive = None if block.labels is None else cotangents.d_positive
-    return LseBackwardRows(_rows(block), cotangents.row, cotangents.d_row, d_positive, cotangents.row_positives)
+    return _LseBackwardRows(_rows(block), cotangents.row, cotangents.d_row, d_positive, cotangents.row_positives)
 
 
 def _shared_exponentials(
-    block: LseBlock, rows: LseRows, shift: Float[Array, ""]
+    block: LseBlock, rows: _LseRows, shift: Float[Array, ""]
 ) -> tuple[Float[Array, "rows by"], Float[Array, "rows by"]]:
     s = similarities(rows.x, block.y)
     return s, jnp.exp(block.x_scale * s - shift)
 
 
-def _match(block: LseBlock, rows: LseRows) -> Bool[Array, "rows by"] | None:
+def _match(block: LseBlock, rows: _LseRows) -> Bool[Array, "rows by"] | None:
     return None if rows.ids is None else is_match(rows.ids, block.y_ids)
 
 
-def _pair_scales(block: LseBlock, rows: LseRows) -> tuple[Array | None, Array]:
+def _valid(block: LseBlock, rows: _LseRows, exclude: bool) -> Bool[Array, "#rows #by"] | None:
+    positive = None
+    if exclude:
+        positive = _match(block, rows) if rows.labels is None else is_positive(rows.labels, block.y)
+    return valid_pairs(rows.mask, block.y_mask, None if positive is None else ~positive)
+
+
+def _pair_scales(block: LseBlock, rows: _LseRows) -> tuple[Array | None, Array]:
     """Return the scales of a strip, by the axis over which sums reduce."""
     return None if block.y_scale is None else block.y_scale[None, :], rows.scale[:, None]
 
@@ -299,7 +276,7 @@ def _weighted_softmax(
     return where_valid(valid, p)
 
 
-def _with_positive(block: LseBlock, rows: LseBackwardRows, d_s: Float[Array, "rows by"]) -> Float[Array, "rows by"]:
+def _with_positive(block: LseBlock, rows: _LseBackwardRows, d_s: Float[Array, "rows by"]) -> Float[Array, "rows by"]:
     """Add the positives' term of dS in the accumulation dtype.
 
     Probability minus one cancels, so rounding to the features' dtype first would leave only noise.
@@ -312,7 +289,7 @@ def _with_positive(block: LseBlock, rows: LseBackwardRows, d_s: Float[Array, "ro
 
 def _feature_gradients(
     block: LseBlock,
-    rows: LseBackwardRows,
+    rows: _LseBackwardRows,
     d_s: Float[Array, "rows by"],
     d_y: Float[Array, "by d"] | None,
     needs_grad: LseGradient,

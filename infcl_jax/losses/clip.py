@@ -18,6 +18,7 @@ from infcl_jax.losses.directions import (
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise.checks import checked_ids
 from infcl_jax.ops.pairwise.lse import MULTI_POSITIVE, pairwise_lse
+from infcl_jax.ops.pairwise.lse.guide import Margin, check_guide
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput
@@ -36,6 +37,9 @@ def clip_loss(
     text_ids: Int32[Array, "b"] | Int32[Array, "b 2"] | None = None,
     multi_positive: str = "mean",
     label_smoothing: float = 0.0,
+    guide: tuple[Float[Array, "b dg"], Float[Array, "b dg"]] | None = None,
+    margin: float = 0.0,
+    margin_strategy: str = "absolute",
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """Symmetric InfoNCE loss over all pairs of the global batch.
@@ -88,6 +92,11 @@ def clip_loss(
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
       label_smoothing: share of each target that is spread evenly over all unmasked pairs of a row or column, in
         [0, 1).
+      guide: image and text features `[b, Dg]` of another model, which leaves out false negatives. With its similarities
+        t_ij, text j is no negative of image i if `t_ij > t_ii - margin`, and image i is no negative of text j if
+        `t_ij > t_jj - margin`. Positives stay, and the guide gets no gradient, see `pairwise_lse`.
+      margin: by how much a negative must be less similar in the guide than the own pair.
+      margin_strategy: "absolute", or "relative": `margin * |t_ii|` in place of `margin`.
       implementation: backend, see `pairwise_lse`.
 
     Returns:
@@ -101,10 +110,14 @@ def clip_loss(
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"expected label_smoothing in [0, 1), got {label_smoothing}")
+    if guide is not None and label_smoothing:
+        raise ValueError(f"expected label_smoothing 0 with a guide, got {label_smoothing}")
+    margins = Margin(margin, margin_strategy)
+    check_guide(guide, margins, len(image), len(text))
     ids = checked_ids({"image_ids": image_ids, "text_ids": text_ids}, (len(image), len(text)))
     scale = checked_scalar("logit_scale", logit_scale, image)
-    settings = _Settings(implementation, multi_positive, label_smoothing)
-    sharded = (image, text, mask, checked_weights(weights, image), *ids)
+    settings = _Settings(implementation, multi_positive, label_smoothing, margins)
+    sharded = (image, text, mask, checked_weights(weights, image), guide, *ids)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 
@@ -115,10 +128,11 @@ class _Settings:
     implementation: str | None
     multi_positive: str
     label_smoothing: float
+    margin: Margin
 
 
 def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: Float[Array, ""]) -> Float[Array, ""]:
-    image, text, mask, weights, image_ids, text_ids = sharded
+    image, text, mask, weights, guide, image_ids, text_ids = sharded
     smoothing = settings.label_smoothing
     row_lse, column_lse, positive = pairwise_lse(
         image,
@@ -131,6 +145,9 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
         multi_positive=settings.multi_positive,
         x_mask=mask,
         y_mask=mask,
+        guide=guide,
+        margin=settings.margin.value,
+        margin_strategy=settings.margin.strategy,
         implementation=settings.implementation,
     )
     if image_ids is None:

@@ -22,6 +22,7 @@ from infcl_jax.losses.directions import with_positive, with_positives
 from infcl_jax.ops.common.checks import check_choice, is_concrete
 from infcl_jax.ops.pairwise.checks import checked_ids, checked_labels, checked_mask
 from infcl_jax.ops.pairwise.lse import MULTI_POSITIVE, pairwise_lse
+from infcl_jax.ops.pairwise.lse.guide import Margin, check_guide
 
 
 def retrieval_loss(
@@ -38,6 +39,9 @@ def retrieval_loss(
     query_ids: Int32[Array, "bq"] | Int32[Array, "bq 2"] | None = None,
     passage_ids: Int32[Array, "bp"] | Int32[Array, "bp 2"] | None = None,
     multi_positive: str = "mean",
+    guide: tuple[Float[Array, "bq dg"], Float[Array, "bp dg"]] | None = None,
+    margin: float = 0.0,
+    margin_strategy: str = "absolute",
     implementation: str | None = None,
 ) -> Float[Array, ""]:
     """InfoNCE of every query against all passages of the global batch.
@@ -73,6 +77,11 @@ def retrieval_loss(
         mean.
       passage_ids: int32 `[bp]` or `[bp, 2]`. Masked passages match no id.
       multi_positive: "mean" of the positives' cross entropies, or "any": the sum of their probabilities.
+      guide: query and passage features of another model, which leaves out false negatives. With its similarities t_ij,
+        passage j is no negative of query i if `t_ij > t_{i, labels_i} - margin`; hard negatives are treated alike.
+        With ids, query i belongs to passage i. The guide gets no gradient, see `pairwise_lse`.
+      margin: by how much a negative must be less similar in the guide than the query's positive.
+      margin_strategy: "absolute", or "relative": `margin * |t_{i, labels_i}|` in place of `margin`.
       implementation: backend, see `pairwise_lse`.
 
     Returns:
@@ -101,9 +110,11 @@ def retrieval_loss(
         _check_same_device(labels, mask, query.shape[0], passage.shape[0], axis_and_devices(mesh, axis_name)[1])
     if not by_id:
         _check_any_positive(labels, mask, passage_mask, query.shape[0])
-    settings = _Settings(implementation, multi_positive, global_labels=mesh is not None)
+    margins = Margin(margin, margin_strategy)
+    check_guide(guide, margins, len(query), len(passage))
+    settings = _Settings(implementation, multi_positive, margins, global_labels=mesh is not None)
     scale = checked_scalar("scale", scale, query)
-    sharded = (query, passage, labels, row_mask, column_mask, checked_weights(weights, query), *ids)
+    sharded = (query, passage, labels, row_mask, column_mask, checked_weights(weights, query), guide, *ids)
     return over_mesh(_loss, settings, sharded, scale, axis_name=axis_name, mesh=mesh)
 
 
@@ -113,11 +124,12 @@ class _Settings:
 
     implementation: str | None
     multi_positive: str
+    margin: Margin
     global_labels: bool  # into the passages of all devices
 
 
 def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: Array) -> Array:
-    query, passage, labels, mask, passage_mask, weights, query_ids, passage_ids = sharded
+    query, passage, labels, mask, passage_mask, weights, guide, query_ids, passage_ids = sharded
     if labels is not None and settings.global_labels:
         labels = labels.astype(jnp.int32) - lax.axis_index(axis_name) * passage.shape[0]
     if passage_mask is not None and query_ids is None:
@@ -135,6 +147,9 @@ def _loss(settings: _Settings, axis_name: AxisName | None, sharded: Any, scale: 
         x_mask=mask,
         y_mask=passage_mask,
         columns=False,
+        guide=guide,
+        margin=settings.margin.value,
+        margin_strategy=settings.margin.strategy,
         implementation=settings.implementation,
     )
     if query_ids is None:

@@ -42,6 +42,10 @@ class Loss:
     forward_mode: ClassVar[str]
     other_derivatives: ClassVar[str] = "use forward over reverse, such as jax.jvp of jax.grad"
 
+    def prepared(self, backend: Backend, block: Any) -> Any:
+        """Return this device's block with what is computed once of its own rows and columns."""
+        return block
+
     def results(self, block: Any, sums: Any) -> Any:
         """Convert exact sums over all devices into the results."""
         return sums

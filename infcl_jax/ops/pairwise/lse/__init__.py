@@ -7,6 +7,7 @@ from infcl_jax.ops.pairwise.implementations import IMPLEMENTATIONS as IMPLEMENTA
 from infcl_jax.ops.pairwise.implementations import available_implementations as available_implementations
 from infcl_jax.ops.pairwise.lse.api import PairwiseLSE as PairwiseLSE
 from infcl_jax.ops.pairwise.lse.api import pairwise_lse as pairwise_lse
+from infcl_jax.ops.pairwise.lse.guide import MARGIN_STRATEGIES as MARGIN_STRATEGIES
 from infcl_jax.ops.pairwise.lse.positives import MULTI_POSITIVE as MULTI_POSITIVE
 from infcl_jax.ops.pairwise.lse.positives import Positives as Positives
 from infcl_jax.ops.pairwise.lse.positives import PositivesByID as PositivesByID

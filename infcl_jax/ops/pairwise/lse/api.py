@@ -16,8 +16,16 @@ from infcl_jax.ops.pairwise.checks import (
     checked_scales,
 )
 from infcl_jax.ops.pairwise.ids import Groups, match_ids
-from infcl_jax.ops.pairwise.implementations import IMPLEMENTATIONS, TABLE, best_implementation, check_device, compute
+from infcl_jax.ops.pairwise.implementations import (
+    IMPLEMENTATIONS,
+    TABLE,
+    best_implementation,
+    check_device,
+    compute,
+    guided_implementations,
+)
 from infcl_jax.ops.pairwise.lse.block import LseBlock, Results
+from infcl_jax.ops.pairwise.lse.guide import Margin, check_guide, guide_features
 from infcl_jax.ops.pairwise.lse.positives import MULTI_POSITIVE, positives_by_id
 from infcl_jax.ops.pairwise.lse.rule import LogSumExp
 
@@ -57,6 +65,9 @@ def pairwise_lse(
     x_mask: Bool[Array, "bx"] | None = None,
     y_mask: Bool[Array, "by"] | None = None,
     columns: bool = True,
+    guide: tuple[Float[Array, "bx dg"], Float[Array, "by dg"]] | None = None,
+    margin: float = 0.0,
+    margin_strategy: str = "absolute",
     implementation: str | None = None,
 ) -> PairwiseLSE:
     """Compute row and column log-sum-exp over all pairs of a batch.
@@ -108,6 +119,14 @@ def pairwise_lse(
         gradients are 0. Their features, labels and scales may have any value, including NaN.
       y_mask: bool `[by]`, False for masked columns. A row whose positive is masked keeps the rest of its sum.
       columns: False to compute rows only (one-directional retrieval); `col` is then None.
+      guide: features of another model for the rows and the columns, of any floating dtype and width, without gradient.
+        With its similarities t_ij, and the own pair (i, o_i) of each row, which is that of its label or, with ids, the
+        column of the same number: column j leaves the sum of row i if `t_ij > t_{i, o_i} - margin`, and row i leaves
+        that of column j if `t_ij > t_jj - margin`. Positives, which `positives="exclude"` must leave to the caller,
+        are not affected. t_{i, o_i} is computed as all others, so that duplicates of the own pair stay. Solatorio,
+        "GISTEmbed". Implementations "ring", "xla", "mosaic_gpu" and "triton".
+      margin: by how much a negative must be less similar in the guide than the own pair.
+      margin_strategy: "absolute", or "relative": `margin * |t_{i, o_i}|` in place of `margin`.
       implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
 
     Returns:
@@ -123,6 +142,11 @@ def pairwise_lse(
     check_choice("multi_positive", multi_positive, MULTI_POSITIVE)
     x_ids, y_ids = checked_ids({"x_ids": x_ids, "y_ids": y_ids}, (x.shape[0], y.shape[0]), labels)
     by_id = x_ids is not None
+    margins = Margin(margin, margin_strategy)
+    check_guide(guide, margins, x.shape[0], y.shape[0])
+    if guide is not None:
+        check_implementation(implementation, guided_implementations())
+        _check_own_pairs(positives, columns and labels is not None, (columns or by_id) and x.shape[0] != y.shape[0])
     implementation = implementation or best_implementation(x.dtype)
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
@@ -140,9 +164,13 @@ def pairwise_lse(
     if x.dtype == jnp.float16:  # fp16's range is too narrow for GEMMs of probabilities
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     x_scale, y_scale = checked_scales(x_scale, y_scale, x, y, columns)
-    inputs = varying_over(LseBlock(x, y, x_scale, y_scale, x_mask, y_mask, labels, *groups), axis_name)
+    block = LseBlock(x, y, x_scale, y_scale, x_mask, y_mask, labels, *groups)
+    if guide is not None:
+        block = block._replace(x_guide=guide_features(guide[0], x_mask), y_guide=guide_features(guide[1], y_mask))
+    inputs = varying_over(block, axis_name)
     block = _zero_masked_rows(inputs)
-    row, column, positive = _compute(implementation, block, axis_name, exclude=positives == "exclude", columns=columns)
+    options = {"exclude": positives == "exclude", "columns": columns}
+    row, column, positive = _compute(implementation, LogSumExp(columns, margins), block, axis_name, **options)
     if by_id:
         column = zero_masked(column, y_mask) if columns else None
         return PairwiseLSE(zero_masked(row, x_mask), column, positives_by_id(positive, groups, multi_positive))
@@ -156,14 +184,25 @@ def pairwise_lse(
     )
 
 
+def _check_own_pairs(positives: str, column_labels: bool, unequal: bool) -> None:
+    """Raise `ValueError` unless a guide knows the own pair of every row and column in a sum, which is not in it."""
+    if positives != "exclude":
+        raise ValueError(f"expected positives='exclude' with a guide, got {positives!r}")
+    if column_labels or unequal:
+        raise ValueError(
+            "expected row i to belong to column i for a guide of column sums or with ids, got "
+            + ("labels" if column_labels else "another number of columns")
+        )
+
+
 def _compute(
-    implementation: str, block: LseBlock, axis_name: AxisName | None, *, exclude: bool, columns: bool
+    implementation: str, loss: LogSumExp, block: LseBlock, axis_name: AxisName | None, **options: bool
 ) -> Results:
     """Compute log-sum-exps and positives."""
     strategy = TABLE[implementation].strategy
-    if not isinstance(strategy, Strategy):
-        return strategy(block, axis_name=axis_name, exclude=exclude, columns=columns)
-    return compute(implementation, LogSumExp(columns), block, axis_name, exclude=exclude, columns=columns)
+    if isinstance(strategy, Strategy):
+        return compute(implementation, loss, block, axis_name, **options)
+    return strategy(block, axis_name=axis_name, **options)
 
 
 def _zero_masked_rows(block: LseBlock) -> LseBlock:

@@ -9,7 +9,7 @@ from infcl_jax.ops.pairwise.base import Array, LogSum, columns, join_columns
 from infcl_jax.ops.pairwise.strips import labels_from
 
 
-@columns("y", "y_scale", "y_mask", "y_ids")
+@columns("y", "y_scale", "y_mask", "y_ids", "y_guide", "y_threshold")
 class LseBlock(NamedTuple):
     """Rows and columns that a backend compares in one call.
 
@@ -28,6 +28,10 @@ class LseBlock(NamedTuple):
       y_ids: int32 `[by]`, group numbers of the columns.
       x_count: int32 `[bx]`, number of positives of each row over all devices; None without ids, and for backends.
       y_count: int32 `[by]`, number of positives of each column over all devices; None without ids, and for backends.
+      x_guide: guide's row features `[bx, Dg]`, bf16, fp32 or fp64; no gradient. None: all negatives are in the sums.
+      y_guide: guide's column features `[by, Dg]`, same dtype; no gradient.
+      x_threshold: largest similarity in the guide of the negatives in each row's sum `[bx]`, see `guide.Margin`.
+      y_threshold: likewise for the columns `[by]`; None without column sums.
     """
 
     x: Float[Array, "bx d"]
@@ -41,6 +45,10 @@ class LseBlock(NamedTuple):
     y_ids: Int32[Array, "by"] | None = None
     x_count: Int32[Array, "bx"] | None = None
     y_count: Int32[Array, "by"] | None = None
+    x_guide: Float[Array, "bx dg"] | None = None
+    y_guide: Float[Array, "by dg"] | None = None
+    x_threshold: Float[Array, "bx"] | None = None
+    y_threshold: Float[Array, "by"] | None = None
 
     def with_columns(self, columns: tuple, first: int | None) -> "LseBlock":
         """Implement `base.Block.with_columns`."""

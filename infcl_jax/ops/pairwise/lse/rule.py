@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Bool
 
 from infcl_jax.ops.pairwise.base import Array, Backend
@@ -23,6 +24,7 @@ from infcl_jax.ops.pairwise.lse.block import (
     PositiveLogits,
     Results,
 )
+from infcl_jax.ops.pairwise.lse.guide import NO_MARGIN, Margin
 from infcl_jax.ops.pairwise.max_shift import MIN_SCALE, within_range
 
 
@@ -32,13 +34,23 @@ class LogSumExp(Loss):
 
     Attributes:
       columns: whether column sums are computed.
+      margin: margin of the guide; not read without one.
     """
 
     columns: bool
+    margin: Margin = NO_MARGIN
     folder = "lse"
     gradient = LseGradient
     forward_mode = 'use implementation="dense" or "local", which JAX differentiates in every mode'
     other_derivatives = f'{Loss.other_derivatives}, or implementation="dense" or "local"'
+
+    def prepared(self, backend: Any, block: LseBlock) -> LseBlock:
+        """Add the thresholds of the guide."""
+        if block.x_guide is None:
+            return block
+        own = jnp.arange(len(block.x), dtype=jnp.int32) if block.labels is None else block.labels
+        thresholds = self.margin.thresholds(backend.own_similarities(block, own))
+        return block._replace(x_threshold=thresholds, y_threshold=thresholds if self.columns else None)
 
     def results(self, block: LseBlock, sums: LseSums) -> Results:
         """Return log-sum-exps and positives."""

@@ -50,6 +50,15 @@ class LseStrips(Strips):
     exclude: bool = False
     columns: bool = True
 
+    def own_similarities(self, block: LseBlock, own: Int32[Array, "bx"]) -> Float[Array, "bx"]:
+        """Return the guide's similarity of each row with the column `own`, from the same GEMMs as all others."""
+
+        def strip(carry: None, rows: tuple[Array, Array]) -> tuple[None, Array]:
+            guide, own = rows
+            return carry, positives(similarities(guide, block.y_guide), own)
+
+        return scan_strips(strip, None, (block.x_guide, own), self.rows)[1]
+
     def forward(self, block: LseBlock) -> LseSums:
         """Implement `base.Backend.forward`."""
         block = block._replace(x_mask=self.padding_mask(block))
@@ -86,8 +95,9 @@ class LseStrips(Strips):
                 match, s, lambda axis: shifted_log_sum(shift, where_valid(match, e).sum(axis)), columns=self.columns
             )
             e = where_valid(_valid(block, rows, self.exclude), e)
-            carry = column + e.sum(0), _merge(column_positives, strip_positives)
-            return carry, (e.sum(1), _positives(s, rows.labels), row_positives)
+            in_row, in_column = _guided(block, rows)
+            carry = column + where_valid(in_column, e).sum(0), _merge(column_positives, strip_positives)
+            return carry, (where_valid(in_row, e).sum(1), _positives(s, rows.labels), row_positives)
 
         start = _column_zeros(block), _no_positives(block, self.columns)
         (column, column_positives), results = scan_strips(strip, start, _rows(block), self.rows)
@@ -99,10 +109,10 @@ class LseStrips(Strips):
         def strip(carry: tuple, rows: _LseRows) -> tuple[tuple, tuple]:
             column, column_positives = carry
             s = similarities(rows.x, block.y)
-            valid = _valid(block, rows, self.exclude)
-            row = _log_sum(rows.scale[:, None] * s, valid, axis=1)
+            row_valid, column_valid = _valid_sides(block, rows, self.exclude)
+            row = _log_sum(rows.scale[:, None] * s, row_valid, axis=1)
             if column is not None:
-                column = column.merge(_log_sum(block.y_scale[None, :] * s, valid, axis=0))
+                column = column.merge(_log_sum(block.y_scale[None, :] * s, column_valid, axis=0))
             match, scales = _match(block, rows), _pair_scales(block, rows)
             row_positives, strip_positives = positive_sums(
                 match, s, lambda axis: _log_sum(scales[axis] * s, match, axis), columns=self.columns
@@ -123,9 +133,10 @@ class LseStrips(Strips):
             d_y, d_scale = carry
             s, e_all = _shared_exponentials(block, rows.operands, shift)
             e = where_valid(_valid(block, rows.operands, self.exclude), e_all)
-            row_col_factor = factor(rows.sums, rows.d_row)[:, None]
+            in_row, in_column = _guided(block, rows.operands)
+            row_col_factor = _where_in_sum(in_row, factor(rows.sums, rows.d_row)[:, None])
             if column_factor is not None:
-                row_col_factor = row_col_factor + column_factor[None, :]
+                row_col_factor = row_col_factor + _where_in_sum(in_column, column_factor[None, :])
             p = e * row_col_factor
             for side, axis in ((rows.positives, 1), (cotangents.column_positives, 0)):
                 weights = functools.partial(_weighted_exponentials, e_all, axis=axis)
@@ -149,20 +160,20 @@ class LseStrips(Strips):
         def strip(carry: tuple, rows: _LseBackwardRows) -> tuple[tuple, tuple]:
             d_y, d_y_scale = carry
             s = similarities(rows.operands.x, block.y)
-            valid = _valid(block, rows.operands, self.exclude)
+            row_valid, column_valid = _valid_sides(block, rows.operands, self.exclude)
             match = _match(block, rows.operands)
             alpha = rows.operands.scale[:, None]
 
             def positive_softmax(side: PositiveCotangents, scale: Array, axis: int) -> Array:
                 return _weighted_softmax(scale * s, side.lse, side.d_lse, match, axis)
 
-            p_row = _weighted_softmax(alpha * s, rows.sums, rows.d_row, valid, axis=1)
+            p_row = _weighted_softmax(alpha * s, rows.sums, rows.d_row, row_valid, axis=1)
             row_softmax = functools.partial(positive_softmax, scale=alpha, axis=1)
             p_row = with_positives(p_row, match, rows.positives, row_softmax, axis=1)
             d_s = alpha * p_row
             if column is not None:
                 beta = block.y_scale[None, :]
-                p_column = _weighted_softmax(beta * s, column, cotangents.d_column, valid, axis=0)
+                p_column = _weighted_softmax(beta * s, column, cotangents.d_column, column_valid, axis=0)
                 column_softmax = functools.partial(positive_softmax, scale=beta, axis=0)
                 p_column = with_positives(p_column, match, cotangents.column_positives, column_softmax, axis=0)
                 d_s = d_s + beta * p_column
@@ -188,6 +199,8 @@ class _LseRows(NamedTuple):
     mask: Bool[Array, "rows"] | None
     labels: Int32[Array, "rows"] | None
     ids: Int32[Array, "rows"] | None
+    guide: Float[Array, "rows dg"] | None
+    threshold: Float[Array, "rows"] | None
 
 
 class _LseBackwardRows(NamedTuple):
@@ -201,7 +214,8 @@ class _LseBackwardRows(NamedTuple):
 
 
 def _rows(block: LseBlock) -> _LseRows:
-    return _LseRows(block.x, None if block.shared else block.x_scale, block.x_mask, block.labels, block.x_ids)
+    scale = None if block.shared else block.x_scale
+    return _LseRows(block.x, scale, block.x_mask, block.labels, block.x_ids, block.x_guide, block.x_threshold)
 
 
 def _backward_rows(block: LseBlock, cotangents: LseCotangents) -> _LseBackwardRows:
@@ -225,6 +239,31 @@ def _valid(block: LseBlock, rows: _LseRows, exclude: bool) -> Bool[Array, "#rows
     if exclude:
         positive = _match(block, rows) if rows.labels is None else is_positive(rows.labels, block.y)
     return valid_pairs(rows.mask, block.y_mask, None if positive is None else ~positive)
+
+
+def _guided(block: LseBlock, rows: _LseRows) -> tuple[Bool[Array, "rows by"] | None, Bool[Array, "rows by"] | None]:
+    """Return which pairs the guide leaves in the sums of rows, and of columns; None for all."""
+    if rows.guide is None or rows.threshold is None:
+        return None, None
+    t = similarities(rows.guide, block.y_guide)
+    in_column = None if block.y_threshold is None else t <= block.y_threshold[None, :]
+    return t <= rows.threshold[:, None], in_column
+
+
+def _valid_sides(
+    block: LseBlock, rows: _LseRows, exclude: bool
+) -> tuple[Bool[Array, "#rows #by"] | None, Bool[Array, "#rows #by"] | None]:
+    """Return which pairs are in the sums of rows, and of columns; None for all."""
+    valid = _valid(block, rows, exclude)
+    in_row, in_column = (
+        valid if kept is None else kept if valid is None else kept & valid for kept in _guided(block, rows)
+    )
+    return in_row, in_column
+
+
+def _where_in_sum(in_sum: Bool[Array, "rows by"] | None, factors: Float[Array, "#rows #by"]) -> Array:
+    """Set the factors of pairs outside the sum to zero."""
+    return factors if in_sum is None else jnp.where(in_sum, factors, jnp.zeros_like(factors))
 
 
 def _pair_scales(block: LseBlock, rows: _LseRows) -> tuple[Array | None, Array]:

@@ -1,0 +1,62 @@
+"""Guide: a second model that leaves negatives out of the sums which it finds too similar to be negatives."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float
+
+from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.ops.pairwise.base import Array, zero_masked
+from infcl_jax.ops.pairwise.checks import check_features
+
+MARGIN_STRATEGIES = ("absolute", "relative")
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin:
+    """By how much a negative must be less similar in the guide than the own pair.
+
+    Attributes:
+      value: the margin.
+      strategy: "absolute", or "relative" to the absolute similarity of the own pair.
+    """
+
+    value: float = 0.0
+    strategy: str = "absolute"
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a value or strategy that is not as described."""
+        check_choice("margin_strategy", self.strategy, MARGIN_STRATEGIES)
+        if not isinstance(self.value, int | float) or not math.isfinite(self.value):
+            raise ValueError(f"expected margin as a finite Python number, got {self.value!r}")
+
+    def thresholds(self, own: Float[Array, "n"]) -> Float[Array, "n"]:
+        """Return the largest similarities of negatives that stay, given those of the own pairs."""
+        return own - self.value * (jnp.abs(own) if self.strategy == "relative" else jnp.ones_like(own))
+
+
+NO_MARGIN = Margin()
+
+
+def check_guide(guide: Any, margin: Margin, rows: int, columns: int) -> None:
+    """Raise `ValueError` unless the guide has features of all rows and columns, or there is no guide and no margin."""
+    if guide is None:
+        if margin != NO_MARGIN:
+            raise ValueError(f"expected a guide with the margin {margin.value} and {margin.strategy!r}, got none")
+        return
+    if not isinstance(guide, tuple | list) or len(guide) != 2:
+        raise ValueError(f"expected guide as features of the rows and of the columns, got {type(guide).__name__}")
+    check_features(*guide)
+    if (len(guide[0]), len(guide[1])) != (rows, columns):
+        raise ValueError(
+            f"expected guide features of {rows} rows and {columns} columns, got {len(guide[0])} and {len(guide[1])}"
+        )
+
+
+def guide_features(features: Array, mask: Bool[Array, "n"] | None) -> Array:
+    """Return the guide's features as backends take them: without gradient, masked rows zero, fp16 as fp32."""
+    features = zero_masked(lax.stop_gradient(features), mask)
+    return features.astype(jnp.float32) if features.dtype == jnp.float16 else features

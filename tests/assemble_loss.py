@@ -44,7 +44,11 @@ def clip(x, y, scale, ids, **options):
     return clip_loss(x, y, scale, **options)
 
 
-loss = {f.__name__: f for f in (clip, by_id, per_sample, siglip, distillation)}[sys.argv[1]]
+def guided(x, y, scale, ids, **options):
+    return clip_loss(x, y, scale, guide=(x, y), **options)
+
+
+loss = {f.__name__: f for f in (clip, by_id, per_sample, guided, siglip, distillation)}[sys.argv[1]]
 features = array(2048, int(sys.argv[2]), dtype=sys.argv[3])
 with jax.sharding.use_abstract_mesh(ALONE):
     gradients = jax.jit(jax.value_and_grad(lambda *args: loss(*args, implementation="mosaic_gpu"), (0, 1, 2)))

@@ -122,7 +122,7 @@ class Fused:
 
 
 def label_similarities(kernels: Kernels, labels: Int32[Array, "bx"] | None, padded: Padded) -> Float32[Array, "bx"]:
-    """Compute each row's similarity with its positive by label, 0 if it is in another block.
+    """Compute each row's similarity with its positive by label as in the tiles, 0 if it is in another block.
 
     Args:
       kernels: kernels of the loss.
@@ -142,5 +142,5 @@ def label_similarities(kernels: Kernels, labels: Int32[Array, "bx"] | None, padd
         update = kernels.positives(x, jnp.take(padded.y, row_labels, axis=0, mode="clip"), padded.pairs)
         return lax.dynamic_update_slice_in_dim(positive, update, first, 0)
 
-    positive = loop_over_slices(padded_rows, size, rows, positive)[: padded.bx] * padded.gain
+    positive = loop_over_slices(padded_rows, size, rows, positive)[: padded.bx]
     return jnp.where((labels >= 0) & (labels < padded.by), positive, jnp.zeros_like(positive))

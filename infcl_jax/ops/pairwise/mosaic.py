@@ -25,6 +25,7 @@ from infcl_jax.ops.pairwise.mosaic_schedule import (
     SUBTILE,
     TILE_K,
     WGMMA_LAYOUT,
+    Product,
     Tiles,
     TileSchedule,
     WorkTile,
@@ -37,10 +38,18 @@ def traced_once(method: Callable) -> Callable:
 
     Non-array arguments are static.
     """
-    static = {"self", "pairs", "exclude", "columns", "maxima", "terms", "moments"}
+    static = {"self", "pairs", "guide_pairs", "exclude", "columns", "maxima", "terms", "moments"}
     return jax.jit(method, static_argnames=[name for name in inspect.signature(method).parameters if name in static])
 
 
+# Tiles of two GEMMs, the largest whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is
+# close to the number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. The
+# lags and GROUP_BYTES are the fastest measured, see docs/benchmarks.md.
+FORWARD_OF_TWO = Tiles(rows=64, columns=128, stages=6, lag=5, delay=1)
+BACKWARD_OF_TWO = Tiles(rows=64, columns=128, stages=6, lag=4, delay=1, store_slots=2)
+# Bytes of the column features of a group of tiles: a sixth of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
+# GPU Architecture).
+GROUP_BYTES = 8 << 20
 FORWARD = Tiles()
 BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
 
@@ -56,12 +65,14 @@ class MosaicKernels:
       backward: (largest feature width, tile sizes) of dS, in increasing order of width.
       sm_count: number of SMs.
       persistent: whether CTAs are persistent, see `TileSchedule`.
+      group_bytes: most bytes of the column features of a group of tiles of two GEMMs, see `TileSchedule.group`.
     """
 
     forward: Tiles = FORWARD
     backward: tuple[tuple[float, Tiles], ...] = BACKWARD
     sm_count: int = SM_COUNT
     persistent: bool = True
+    group_bytes: int = GROUP_BYTES
 
     @property
     def all_tiles(self) -> tuple[Tiles, ...]:
@@ -87,6 +98,22 @@ class MosaicKernels:
         """Return the schedule of a window; `options` are further fields of `TileSchedule`."""
         width = term_width(x, pairs)
         return TileSchedule(tiles, window.rows, window.columns, width, pairs, self.sm_count, self.persistent, **options)
+
+    def schedule_of_two(
+        self,
+        tiles: Tiles,
+        window: Window,
+        x: Array,
+        pairs: Pairs,
+        other: tuple[str, str],
+        other_x: Array,
+        other_pairs: Pairs,
+    ) -> TileSchedule:
+        """Return the schedule of a window whose tiles take the GEMM of `x` and that of the operands `other`."""
+        row_bytes = (x.shape[1] + other_x.shape[1]) * x.dtype.itemsize
+        product = Product(*other, term_width(other_x, other_pairs), other_pairs)
+        group = max(1, self.group_bytes // (tiles.cluster_columns * row_bytes))
+        return self.schedule(tiles, window, x, pairs, others=(product,), group=group)
 
     @traced_once
     def positives(

@@ -97,8 +97,8 @@ def run(
             work = task_of(lax.div(tile, schedule.segment)).tile(lax.rem(tile, schedule.segment))
             return work.row_tile * t.cta_rows, work.column
 
-        def load(step: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Load the features of a step below `limit`, once its slot is free.
+        def load(step: Array, first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Load the features of a step from `first` to before `limit`, once its slot is free.
 
             `origin` is the first row and column of the tile that was loaded last. Returns that of this step's tile.
             """
@@ -116,38 +116,38 @@ def run(
 
                 rows = pl.ds(pl.multiple_of(window_offset(named, 0) + row, SUBTILE), t.cta_rows)
                 columns = pl.ds(pl.multiple_of(window_offset(named, 1) + column, SUBTILE), t.columns)
-                first = 0
+                begin = 0
                 for product in schedule.products:
 
-                    @pl.when((position >= first) & (position < first + product.steps))
-                    def _(product: Product = product, index: Array = position - first) -> None:
+                    @pl.when((position >= begin) & (position < begin + product.steps))
+                    def _(product: Product = product, index: Array = position - begin) -> None:
                         x_features, y_features = product.features(index)
                         x, y = named[product.x].at[rows, x_features], named[product.y].at[columns, y_features]
                         plgpu.copy_gmem_to_smem(x, x_s.at[slot], full.at[slot], collective_axes=multicast)
                         plgpu.copy_gmem_to_smem(y, y_s.at[slot], full.at[slot])
 
-                    first += product.steps
+                    begin += product.steps
                 return row, column
 
-            return lax.cond((warpgroup == LOADER) & (step < limit), start, lambda: origin)
+            return lax.cond((warpgroup == LOADER) & (step >= first) & (step < limit), start, lambda: origin)
 
         def load_first(first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
             """Load the first steps, as many as there are slots."""
-            return lax.fori_loop(0, t.stages, lambda i, origin: load(first + i, limit, origin), origin)
+            return lax.fori_loop(0, t.stages, lambda i, origin: load(first + i, first, limit, origin), origin)
 
-        def release(step: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Free the slot of a step that this warpgroup has multiplied, and load the next step into it."""
+        def release(step: Array, first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Free the slot of a step that this warpgroup has multiplied, and load a step into one freed before."""
             plgpu.barrier_arrive(empty.at[lax.rem(step, t.stages)])
-            return load(step + t.stages, limit, origin)
+            return load(step - t.delay + t.stages, first, limit, origin)
 
-        def multiply(acc: Any, limit: Array, k: Array, state: State) -> State:
+        def multiply(acc: Any, first: Array, limit: Array, k: Array, state: State) -> State:
             step, origin = state
             slot = lax.rem(step, t.stages)
             plgpu.barrier_wait(full.at[slot])
             rows = pl.ds(warpgroup * t.rows, t.rows)
             plgpu.wgmma(acc, x_s.at[slot, rows], y_s.at[slot].T)
             plgpu.wgmma_wait(1)
-            origin = lax.cond(k > 0, lambda: release(step - 1, limit, origin), lambda: origin)
+            origin = lax.cond(k > 0, lambda: release(step - 1, first, limit, origin), lambda: origin)
             if lag:
 
                 @pl.when((step == lag - 1) & (warpgroup == 0))
@@ -159,9 +159,9 @@ def run(
         def compute_tile(task: WorkTile, r: Array, carried: tuple[State, Any]) -> tuple[State, Any]:
             (step, origin), carry = carried
             work = task.tile(r)
-            limit = total
+            first, limit = jnp.int32(t.stages), total
             if schedule.band:  # the next tile is not known
-                limit, origin = step + steps, (work.row_tile * t.cta_rows, work.column)
+                first, limit, origin = step + t.stages, step + steps, (work.row_tile * t.cta_rows, work.column)
                 origin = load_first(step, limit, origin)
             vectors = prefetch(work)
 
@@ -169,16 +169,18 @@ def run(
                 """Compute one similarity tile and return `use` of it."""
 
                 def scope(acc: Any) -> tuple[State, Any]:
-                    step, origin = lax.fori_loop(0, product.steps, functools.partial(multiply, acc, limit), state)
+                    step, origin = lax.fori_loop(
+                        0, product.steps, functools.partial(multiply, acc, first, limit), state
+                    )
                     s = acc[...]
-                    return (step, release(step - 1, limit, origin)), use(s)
+                    return (step, release(step - 1, first, limit, origin)), use(s)
 
                 return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
 
-            *first, last = schedule.products
+            *others, last = schedule.products
             tiles: list[Array] = []
             state = step, origin
-            for product in first:
+            for product in others:
                 state, s = multiply_all(product, state, lambda s: s)
                 if between is not None:
                     between(work, s, vectors)

@@ -41,6 +41,8 @@ class Tiles:
       stages: pipeline stages in SMEM.
       cluster: CTAs per cluster, 1 or 2. They work on adjacent column tiles and share the row tiles.
       lag: steps by which the second warpgroup starts after the first.
+      delay: steps by which a slot is refilled later than this CTA frees it. Meanwhile the signals of the other CTA
+        arrive, for which the warpgroup that loads would wait.
       store_slots: SMEM slots of a warpgroup for subtiles of dS that are being stored.
     """
 
@@ -49,6 +51,7 @@ class Tiles:
     stages: int = 4
     cluster: int = 2
     lag: int = 2
+    delay: int = 0
     store_slots: int = 0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class Tiles:
             )
         if not 0 <= self.lag < self.stages:
             raise ValueError(f"expected a lag of less than the {self.stages} stages, got {self.lag}")
+        if not 0 <= self.delay < self.stages:
+            raise ValueError(f"expected a delay of less than the {self.stages} stages, got {self.delay}")
         if self.store_slots and (self.rows // SUBTILE * self.columns // SUBTILE) % self.store_slots:
             raise ValueError(f"expected the subtiles of a tile to be a multiple of store_slots, got {self}")
         if self.shared_memory > SHARED_MEMORY:

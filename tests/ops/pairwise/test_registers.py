@@ -18,6 +18,7 @@ PROGRAM = Path(cuda_plugin.__file__).with_name("assemble_loss.py")
         ("clip", 512, "bfloat16", 4),
         ("by_id", 512, "bfloat16", 4),
         ("per_sample", 1024, "float32", 3),
+        ("guided", 512, "bfloat16", 4),
         ("siglip", 768, "float32", 2),
         ("distillation", 512, "bfloat16", 3),
     ],

@@ -64,7 +64,8 @@ class DistillationFused(Fused):
         totals = self.reduce_windows(student, sizes, sums, init)
         shifts = shared_shift(block.scale), shared_shift(block.teacher_scale)
         rows, columns = (_log_sums(s, n, shifts) for s, n in zip(totals, (student.bx, student.by), strict=True))
-        return DistillationSums(rows, block.scale * label_similarities(self.kernels, block.labels, student), columns)
+        positive = student.gain * label_similarities(self.kernels, block.labels, student)
+        return DistillationSums(rows, block.scale * positive, columns)
 
     def backward(
         self, block: DistillationBlock, cotangents: DistillationCotangents, acc: DistillationGradient

@@ -31,19 +31,19 @@ from infcl_jax.ops.pairwise.distillation.kernel_api import (
     KernelSums,
 )
 from infcl_jax.ops.pairwise.distillation.mosaic_columns import scratch, store_column_sums
-from infcl_jax.ops.pairwise.kernel_api import Window, term_width
-from infcl_jax.ops.pairwise.mosaic import MosaicKernels, SubtileStore, named_operands, subtile_offsets, traced_once
+from infcl_jax.ops.pairwise.kernel_api import Window
+from infcl_jax.ops.pairwise.mosaic import (
+    BACKWARD_OF_TWO,
+    FORWARD_OF_TWO,
+    MosaicKernels,
+    SubtileStore,
+    named_operands,
+    subtile_offsets,
+    traced_once,
+)
 from infcl_jax.ops.pairwise.mosaic_mainloop import run
-from infcl_jax.ops.pairwise.mosaic_schedule import SUBTILE, Product, Tiles, TileSchedule, WorkTile, broadcast
+from infcl_jax.ops.pairwise.mosaic_schedule import SUBTILE, Tiles, TileSchedule, WorkTile, broadcast
 
-# The largest tiles whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is close to the
-# number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. Both lags and
-# GROUP_BYTES are the fastest measured, see docs/benchmarks.md.
-FORWARD = Tiles(rows=64, columns=128, stages=6, lag=5)
-BACKWARD = Tiles(rows=64, columns=128, stages=6, lag=4, store_slots=2)
-# Bytes of the column features of a group of tiles: a sixth of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
-# GPU Architecture).
-GROUP_BYTES = 8 << 20
 ROW_SHIFTS = ("row_shift", "teacher_row_shift")
 ROW_WEIGHTS = ("row_weight", "teacher_row_weight")
 COLUMN_WEIGHTS = ("column_weight", "teacher_column_weight")
@@ -51,15 +51,10 @@ COLUMN_WEIGHTS = ("column_weight", "teacher_column_weight")
 
 @dataclasses.dataclass(frozen=True)
 class DistillationMosaic(MosaicKernels):
-    """`Kernels` of both models for Hopper GPUs.
+    """`Kernels` of both models for Hopper GPUs."""
 
-    Attributes:
-      group_bytes: most bytes of the column features of a group of tiles, see `TileSchedule.group`.
-    """
-
-    forward: Tiles = FORWARD
-    backward: tuple[tuple[float, Tiles], ...] = ((math.inf, BACKWARD),)
-    group_bytes: int = GROUP_BYTES
+    forward: Tiles = FORWARD_OF_TWO
+    backward: tuple[tuple[float, Tiles], ...] = ((math.inf, BACKWARD_OF_TWO),)
 
     @traced_once
     def sums(self, operands: DistillationOperands, window: Window, pairs: BothPairs) -> tuple[KernelSums, KernelSums]:
@@ -149,11 +144,8 @@ class DistillationMosaic(MosaicKernels):
         return out["ds"], out["moment"].sum(0) if moments else None, None
 
     def _schedule(self, tiles: Tiles, operands: DistillationOperands, window: Window, pairs: BothPairs) -> TileSchedule:
-        student, teacher = pairs
-        row_bytes = sum(a.shape[1] * a.dtype.itemsize for a in (operands.y, operands.teacher_y))
-        other = Product("teacher_x", "teacher_y", term_width(operands.teacher_x, teacher), teacher)
-        group = max(1, self.group_bytes // (tiles.cluster_columns * row_bytes))
-        return self.schedule(tiles, window, operands.x, student, others=(other,), group=group)
+        other = "teacher_x", "teacher_y"
+        return self.schedule_of_two(tiles, window, operands.x, pairs[0], other, operands.teacher_x, pairs[1])
 
 
 def _subtile(a: Array, i: int, j: int) -> Array:

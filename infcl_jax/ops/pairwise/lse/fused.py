@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from infcl_jax.ops.common.derivatives import first_derivative
 from infcl_jax.ops.pairwise.base import Array, LogSum, finite_shift
@@ -30,12 +30,20 @@ class LseFused(Fused):
     exclude: bool = False
     columns: bool = True
 
+    def guide(self, block: LseBlock) -> Padded | None:
+        """Pad the guide's features of a block; None without a guide."""
+        return None if block.x_guide is None else Padded.of(block.x_guide, block.y_guide, self.kernels)
+
+    def own_similarities(self, block: LseBlock, own: Int32[Array, "bx"]) -> Float32[Array, "bx"]:
+        """Return the guide's similarity of each row with the column `own`, as in the tiles."""
+        return label_similarities(self.kernels, own, self.guide(block))
+
     def forward(self, block: LseBlock) -> LseSums:
         """Implement `base.Backend.forward`."""
         block = first_derivative(block)
-        padded = self.padded(block)
+        padded, guide = self.padded(block), self.guide(block)
         scale_shifts = shared_shift(block.x_scale), None if block.y_scale is None else shared_shift(block.y_scale)
-        row, column = self._sums(operands_of(padded, block, *scale_shifts), padded)
+        row, column = self._sums(operands_of(padded, guide, block, *scale_shifts), padded, guide)
         shifts = scale_shifts
         if not block.shared:
             # Two more sweeps, with the maxima of the exponents as shifts, only if a sum is not exact.
@@ -43,7 +51,7 @@ class LseFused(Fused):
             if self.columns:
                 exact &= within_range(column[: padded.by], block.y_mask, padded.bx)
             row, column, *shifts = lax.cond(
-                exact, lambda: (row, column, *scale_shifts), lambda: self._max_shifted_sums(block, padded)
+                exact, lambda: (row, column, *scale_shifts), lambda: self._max_shifted_sums(block, padded, guide)
             )
         elif self.columns:
             shifts = scale_shifts[0], scale_shifts[0]
@@ -51,7 +59,7 @@ class LseFused(Fused):
         return LseSums(
             shifted_log_sum(shifts[0], row[: padded.bx]),
             shifted_log_sum(shifts[1], column[: padded.by]) if self.columns else None,
-            label_similarities(self.kernels, block.labels, padded),
+            padded.gain * label_similarities(self.kernels, block.labels, padded),
             *by_id,
         )
 
@@ -67,15 +75,16 @@ class LseFused(Fused):
     def backward(self, block: LseBlock, cotangents: LseCotangents, acc: LseGradient) -> LseGradient:
         """Implement `base.Backend.backward`."""
         block = first_derivative(block)
-        padded = self.padded(block)
+        padded, guide = self.padded(block), self.guide(block)
         row_factor, column_factor = factor(cotangents.row, cotangents.d_row), None
         if cotangents.column is not None:
             column_factor = factor(cotangents.column, cotangents.d_column)
         if block.shared:
-            operands = operands_of(padded, block, shared_shift(block.x_scale), None)
+            operands = operands_of(padded, guide, block, shared_shift(block.x_scale), None)
             scales = block.x_scale, block.x_scale
         else:
-            operands = operands_of(padded, block, _finite_shift(cotangents.row), _finite_shift(cotangents.column))
+            shifts = _finite_shift(cotangents.row), _finite_shift(cotangents.column)
+            operands = operands_of(padded, guide, block, *shifts)
             scales = block.x_scale, block.y_scale
         weights = LseWeights(
             scales[0] * row_factor,
@@ -88,6 +97,7 @@ class LseFused(Fused):
 
         def ds(window: Window) -> tuple[Array, Array | None, Array | None]:
             options: dict[str, Any] = {"exclude": self.exclude, "terms": padded.num_ds_terms, "moments": moments}
+            options |= _guide_options(guide)
             return self.kernels.ds(operands, weights, window, padded.pairs, **options)
 
         column_moment = moments and column_factor is not None
@@ -125,31 +135,38 @@ class LseFused(Fused):
             grads = grads._replace(x_scale=x_scale / block.x_scale)
         return grads if needs_grad.x else grads._replace(x=None)
 
-    def _max_shifted_sums(self, block: LseBlock, padded: Padded) -> tuple[Array | None, ...]:
+    def _max_shifted_sums(self, block: LseBlock, padded: Padded, guide: Padded | None) -> tuple[Array | None, ...]:
         """Compute row and column sums with per-row and per-column maxima as shifts.
 
         Returns the sums and the shifts, in nats.
         """
         zeros = jnp.zeros_like(block.y[:, 0], jnp.float32)
-        maxima = self._sums(operands_of(padded, block, jnp.zeros_like(block.x_scale), zeros), padded, maxima=True)
+        operands = operands_of(padded, guide, block, jnp.zeros_like(block.x_scale), zeros)
+        maxima = self._sums(operands, padded, guide, maxima=True)
         shifts = [None if a is None else finite_shift(a) / LOG2E for a in maxima]  # base 2 to nats
         shifts = [None if a is None else a[:n] for a, n in zip(shifts, (padded.bx, padded.by), strict=True)]
-        row, column = self._sums(operands_of(padded, block, *shifts), padded)
+        row, column = self._sums(operands_of(padded, guide, block, *shifts), padded, guide)
         return row, column, *shifts
 
     def _sums(
-        self, operands: LseOperands, padded: Padded, *, maxima: bool = False
+        self, operands: LseOperands, padded: Padded, guide: Padded | None, *, maxima: bool = False
     ) -> tuple[Float32[Array, "bx"], Float32[Array, "by"] | None]:
         """Compute all row and column sums, or maxima, window by window."""
         sizes = self.windows.sums(len(padded.x), len(padded.y), padded.width, len(padded.pairs), self.kernels.tile)
 
         def sums(window: Window) -> tuple[Array, Array | None]:
-            options = {"exclude": self.exclude, "columns": self.columns, "maxima": maxima}
+            options: dict[str, Any] = {"exclude": self.exclude, "columns": self.columns, "maxima": maxima}
+            options |= _guide_options(guide)
             return self.kernels.sums(operands, window, padded.pairs, **options)
 
         row, column = self.empty_sums(padded, -jnp.inf if maxima else 0.0)
         init = row, column if self.columns else None
         return self.reduce_windows(padded, sizes, sums, init, jnp.maximum if maxima else jnp.add)
+
+
+def _guide_options(guide: Padded | None) -> dict[str, Any]:
+    """Return the kernels' options of a guide."""
+    return {} if guide is None else {"guide_pairs": guide.pairs}
 
 
 def _finite_shift(sums: LogSum | None) -> Array | None:

@@ -38,6 +38,12 @@ class LseOperands(NamedTuple):
         last column of all their positives.
       last: int32 `[bx]`, last column of each row's positives by id, -1 if there is none in the block. The positives are
         the columns from `labels` to `last`, because rows and columns are sorted by id. None without ids.
+      guide_x: bf16 `[bx, guide_terms * Kg]`, terms of the guide's features. With `t_ij` the sum of their GEMMs over
+        `guide_pairs`, `er_ij` is 0 where `t_ij > row_threshold_i`, and `ec_ij` where `t_ij > column_threshold_j`, but
+        not in the positives' terms. None without a guide.
+      guide_y: bf16 `[by, guide_terms * Kg]`; None without a guide.
+      row_threshold: fp32 `[bx]`; None without a guide.
+      column_threshold: fp32 `[by]`; None without a guide or without column sums.
     """
 
     x: BFloat16[Array, "bx k"]
@@ -52,6 +58,10 @@ class LseOperands(NamedTuple):
     lowest: Int32[Array, "ranges"] | None = None
     highest: Int32[Array, "ranges"] | None = None
     last: Int32[Array, "bx"] | None = None
+    guide_x: BFloat16[Array, "bx kg"] | None = None
+    guide_y: BFloat16[Array, "by kg"] | None = None
+    row_threshold: Float32[Array, "bx"] | None = None
+    column_threshold: Float32[Array, "by"] | None = None
 
 
 class WeightsByID(NamedTuple):
@@ -105,9 +115,9 @@ class LseWeights(NamedTuple):
 class LseKernels(Kernels, Protocol):
     """GPU kernels of `pairwise_lse`.
 
-    `sums` has the options `exclude` (the positives), `columns` (compute column sums) and `maxima` (maxima of the
-    exponents instead of sums of the exponentials). `ds` has the option `exclude`. Its moments are `sum_j er_ij s_ij`
-    and `sum_i ec_ij s_ij`.
+    `sums` has the options `exclude` (the positives), `columns` (compute column sums), `maxima` (maxima of the exponents
+    instead of sums of the exponentials) and `guide_pairs` (of the guide's terms). `ds` has the options `exclude` and
+    `guide_pairs`. Its moments are `sum_j er_ij s_ij` and `sum_i ec_ij s_ij`.
     """
 
     def positive_sums(
@@ -125,6 +135,7 @@ class LseKernels(Kernels, Protocol):
 
 def operands_of(
     padded: Padded,
+    guide: Padded | None,
     block: LseBlock,
     row_shift: Float[Array, ""] | Float[Array, "bx"],
     column_shift: Float[Array, ""] | Float[Array, "by"] | None,
@@ -133,6 +144,7 @@ def operands_of(
 
     Args:
       padded: features of the block.
+      guide: features of the guide; None without one.
       block: rows and columns.
       row_shift: max-shift of the rows' exponents in nats, `[]` or `[bx]`.
       column_shift: max-shift of the columns' exponents in nats, `[]` or `[by]`; not read with a shared scale.
@@ -157,6 +169,13 @@ def operands_of(
         operands = with_positives_by_id(operands, block.x_ids, block.y_ids)
     else:
         operands = operands._replace(**padded.label_ranges(block.labels))
+    if guide is not None:
+        operands = operands._replace(
+            guide_x=guide.x,
+            guide_y=guide.y,
+            row_threshold=pad_to(block.x_threshold, (rows,)),
+            column_threshold=None if block.y_threshold is None else pad_to(block.y_threshold, (columns,)),
+        )
     if block.y_scale is None:
         return operands
     zeros = [jnp.zeros_like(a[:, 0], jnp.float32) for a in (padded.x, padded.y)]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from infcl_jax.ops.pairwise.kernel_api import Pairs, Window
 from infcl_jax.ops.pairwise.lse.kernel_api import LseOperands, LseWeights
 from infcl_jax.ops.pairwise.lse.mosaic_positives import ds_by_id, named_weights, positive_sums
 from infcl_jax.ops.pairwise.mosaic import (
+    BACKWARD_OF_TWO,
+    FORWARD_OF_TWO,
     MosaicKernels,
     SubtileStore,
     named_operands,
@@ -34,23 +37,41 @@ class LseMosaic(MosaicKernels):
 
     Attributes:
       per_sample: tile sizes of sums and dS with per-sample scales, which need more registers.
+      guided: tile sizes of sums, and of dS, with a guide.
     """
 
     per_sample: Tiles = PER_SAMPLE
+    guided: tuple[Tiles, Tiles] = (FORWARD_OF_TWO, BACKWARD_OF_TWO)
 
     @property
     def all_tiles(self) -> tuple[Tiles, ...]:
         """Tile sizes of all kernels."""
-        return *super().all_tiles, self.per_sample
+        return *super().all_tiles, self.per_sample, *self.guided
+
+    def _schedule(
+        self, operands: LseOperands, window: Window, pairs: Pairs, guide_pairs: Pairs, *, backward: bool
+    ) -> TileSchedule:
+        x, guide = operands.x, operands.guide_x
+        if guide is not None:
+            tiles, other = self.guided[backward], ("guide_x", "guide_y")
+            return self.schedule_of_two(tiles, window, x, pairs, other, guide, guide_pairs)
+        tiles = self.backward_tiles(x, pairs) if backward else self.forward
+        return self.schedule(tiles if operands.column_scale is None else self.per_sample, window, x, pairs)
 
     @traced_once
     def sums(
-        self, operands: LseOperands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
+        self,
+        operands: LseOperands,
+        window: Window,
+        pairs: Pairs,
+        *,
+        exclude: bool,
+        columns: bool,
+        maxima: bool,
+        guide_pairs: Pairs = (),
     ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Implement `Kernels.sums`."""
-        per_sample = operands.column_scale is not None
-        tiles = self.per_sample if per_sample else self.forward
-        schedule = self.schedule(tiles, window, operands.x, pairs)
+        schedule = self._schedule(operands, window, pairs, guide_pairs, backward=False)
         combine, reduce = (jnp.maximum, jnp.max) if maxima else (jnp.add, jnp.sum)
         identity = -jnp.inf if maxima else 0.0
         positives = exclude and operands.labels is not None
@@ -59,7 +80,8 @@ class LseMosaic(MosaicKernels):
         def init(work: WorkTile) -> tuple[Array, ...]:
             return _column_accumulators(schedule, identity) if columns else ()
 
-        def epilogue(work: WorkTile, s: Array, rows: list[dict], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def epilogue(work: WorkTile, s: Array, *rest: Any) -> tuple[Array, ...]:
+            *guide, rows, carry = rest
             column_acc = list(carry)
             for i, row_vectors in with_offsets(rows):
                 row_acc = None
@@ -70,6 +92,10 @@ class LseMosaic(MosaicKernels):
                         row, column = _without_positives(work, row, column, i, j)
                     if not maxima:
                         row, column = _exponentials(row, column)
+                    if guide:
+                        kept = _kept(guide[0], row_vectors, column_vectors, i, j)
+                        column = _where_kept(row if column is None else column, kept[1], identity)
+                        row = _where_kept(row, kept[0], identity)
                     reduced = reduce(row, 1)
                     row_acc = reduced if row_acc is None else combine(row_acc, reduced)
                     if columns:
@@ -89,7 +115,7 @@ class LseMosaic(MosaicKernels):
             named_operands(operands if exclude else _without_labels(operands), window),
             {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()},
             init=init,
-            prefetch=lambda work: _row_vectors(work, per_sample),
+            prefetch=_row_vectors,
             epilogue=epilogue,
             finalize=finalize,
         )
@@ -106,15 +132,14 @@ class LseMosaic(MosaicKernels):
         exclude: bool,
         terms: int,
         moments: bool,
+        guide_pairs: Pairs = (),
     ) -> tuple[
         BFloat16[Array, "{window.rows} {terms*window.columns}"],
         Float32[Array, "{window.rows}"] | None,
         Float32[Array, "{window.columns}"] | None,
     ]:
         """Implement `Kernels.ds`."""
-        per_sample = operands.column_scale is not None
-        tiles = self.per_sample if per_sample else self.backward_tiles(operands.x, pairs)
-        schedule = self.schedule(tiles, window, operands.x, pairs)
+        schedule = self._schedule(operands, window, pairs, guide_pairs, backward=True)
         columns, positives = weights.column is not None, operands.labels is not None
         column_moment = moments and columns
         # Overwriting dS at the positives excludes them and takes no registers. Moments need exponentials of zero there.
@@ -124,7 +149,8 @@ class LseMosaic(MosaicKernels):
         def init(work: WorkTile) -> tuple:
             return _preload_columns(work, names), _column_accumulators(schedule, 0.0) if column_moment else ()
 
-        def epilogue(work: WorkTile, s: Array, rows: list[tuple], carry: tuple) -> tuple:
+        def epilogue(work: WorkTile, s: Array, *rest: Any) -> tuple:
+            *guide, rows, carry = rest
             preloaded, moment_acc = carry
             moment_acc, store = list(moment_acc), SubtileStore(work, terms)
             for i, (row_vectors, row_weight) in with_offsets(rows):
@@ -137,12 +163,13 @@ class LseMosaic(MosaicKernels):
                     if exclude and positives and moments:
                         row, column = _without_positives(work, row, column, i, j)
                     row, column = _exponentials(row, column)
+                    kept = _kept(guide[0], row_vectors, column_vectors, i, j) if guide else (None, None)
                     if moments:
-                        moment = (row * s_ij).sum(1)
+                        moment = (_where_kept(row, kept[0]) * s_ij).sum(1)
                         row_moment = moment if row_moment is None else row_moment + moment
                     if column_moment:
-                        moment_acc[j // SUBTILE] = moment_acc[j // SUBTILE] + column * s_ij
-                    weigh = functools.partial(_weighted, row_weight=row_weight, column_weight=column_weight)
+                        moment_acc[j // SUBTILE] = moment_acc[j // SUBTILE] + _where_kept(column, kept[1]) * s_ij
+                    weigh = functools.partial(_weighted, row_weight=row_weight, column_weight=column_weight, kept=kept)
                     if weights.by_id is not None:
                         ds = ds_by_id(work, weigh, (row, column), s_ij, i, j, overwrite=exclude)
                     else:
@@ -167,7 +194,7 @@ class LseMosaic(MosaicKernels):
         named = named_operands(operands, window) | named_weights(weights)
 
         def prefetch(work: WorkTile) -> list[tuple]:
-            return [(v, work.load_rows("row_weight", i)) for i, v in with_offsets(_row_vectors(work, per_sample))]
+            return [(v, work.load_rows("row_weight", i)) for i, v in with_offsets(_row_vectors(work))]
 
         out = run(schedule, named, results, init=init, prefetch=prefetch, epilogue=epilogue, finalize=finalize)
         row = out["row_moment"].sum(0) if moments else None
@@ -186,13 +213,13 @@ def _without_labels(operands: LseOperands) -> LseOperands:
     return operands._replace(labels=None, lowest=None, highest=None, last=None)
 
 
-def _row_vectors(work: WorkTile, per_sample: bool) -> list[dict[str, Array]]:
-    names = ["row_scale", "row_shift"] + ["row_masked"] * per_sample
+def _row_vectors(work: WorkTile) -> list[dict[str, Array]]:
+    names = ["row_scale", "row_shift"] + [name for name in ("row_masked", "row_threshold") if name in work.refs]
     return [{name: work.load_rows(name, i) for name in names} for i in subtile_offsets(work.schedule.tiles.rows)]
 
 
 def _column_names(operands: LseOperands) -> list[str]:
-    names = ("column_shift", "column_scale", "column_masked")
+    names = ("column_shift", "column_scale", "column_masked", "column_threshold")
     return [name for name in names if getattr(operands, name) is not None]
 
 
@@ -233,7 +260,7 @@ def _exponents(s: Array, rows: dict[str, Array], columns: dict[str, Array]) -> t
     if "column_scale" in columns:
         row = scaled - (shift + columns["column_masked"])
         return row, s * columns["column_scale"] - (columns["column_shift"] + rows["row_masked"])
-    return scaled - (shift + columns["column_shift"] if columns else shift), None
+    return scaled - (shift + columns["column_shift"] if "column_shift" in columns else shift), None
 
 
 def _without_positives(work: WorkTile, row: Array, column: Array | None, i: int, j: int) -> tuple[Array, Array | None]:
@@ -244,14 +271,33 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
     return jnp.exp2(row), None if column is None else jnp.exp2(column)
 
 
-def _weighted(row: Array, column: Array | None, row_weight: Array, column_weight: Array | None) -> Array:
+def _kept(t: Array, rows: dict[str, Array], columns: dict[str, Array], i: int, j: int) -> tuple[Array, Array | None]:
+    """Return which pairs of a subtile the guide's similarities `t` leave in the row sums and in the column sums."""
+    t = t[i : i + SUBTILE, j : j + SUBTILE]
+    threshold = columns.get("column_threshold")
+    return t <= broadcast(rows["row_threshold"], 0), None if threshold is None else t <= broadcast(threshold, 1)
+
+
+def _where_kept(values: Array, kept: Array | None, otherwise: float = 0.0) -> Array:
+    """Replace the values of pairs that the guide leaves out; None leaves out none."""
+    return values if kept is None else jnp.where(kept, values, jnp.full_like(values, otherwise))
+
+
+def _weighted(
+    row: Array,
+    column: Array | None,
+    row_weight: Array,
+    column_weight: Array | None,
+    kept: tuple[Array | None, Array | None],
+) -> Array:
     """Compute dS of a subtile without the positives' weights."""
-    row_weight = broadcast(row_weight, 0)
+    row_weight = _where_kept(broadcast(row_weight, 0), kept[0])
     if column_weight is None:
         return row * row_weight
+    column_weight = _where_kept(broadcast(column_weight, 1), kept[1])
     if column is None:
-        return row * (row_weight + broadcast(column_weight, 1))
-    return row * row_weight + column * broadcast(column_weight, 1)
+        return row * (row_weight + column_weight)
+    return row * row_weight + column * column_weight
 
 
 def _with_weight(work: WorkTile, i: int, overwrite: bool, ds: Array) -> Array:

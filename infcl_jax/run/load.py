@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from infcl_jax.models.convert import convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX, hub_repository
 from infcl_jax.models.open_clip_config import CONFIG_FILE
+from infcl_jax.run.base import Run
 from infcl_jax.run.image_text import ImageTextRun
 from infcl_jax.run.kinds import make_run
 from infcl_jax.run.model import saved_config
@@ -64,11 +66,8 @@ def load(
       >>> encoder.embed_dim
       16
     """
-    folder = Path(path)
-    if model is None and dim is None and (folder / CHECKPOINTS).is_dir():
-        run = make_run(saved_config(folder), origin=folder)
-        return run.load(step, tokenizer, dtype, *_devices(mesh, batch_size))
-    encoder = load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size)
+    kind = make_run if dim is None else ImageTextRun
+    encoder = load_encoder(path, model, step, tokenizer, dtype, mesh, batch_size, kind)
     return encoder if dim is None else encoder.prefix(dim)
 
 
@@ -80,14 +79,16 @@ def load_encoder(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     batch_size: int = 256,
-) -> Encoder:
-    """Load a model of images and texts with its whole features; for arguments and errors see `load`."""
-    folder, (mesh, batch_size) = Path(path), _devices(mesh, batch_size)
+    kind: Callable[..., Run] = ImageTextRun,
+) -> Any:
+    """Load a model with its whole features, of runs those of a kind; for the other arguments and errors see `load`."""
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    folder, mesh = Path(path), data_mesh() if mesh is None else mesh
     if (folder / CHECKPOINTS).is_dir():
         if model is not None:
             raise ValueError(f"expected model=None for a run, which has its own, got {model!r}")
-        run = ImageTextRun(saved_config(folder), origin=folder)
-        return run.load(step, tokenizer, dtype, mesh, batch_size)
+        return kind(saved_config(folder), origin=folder).load(step, tokenizer, dtype, mesh, batch_size)
     configs = (CONFIG_FILE, hugging_face.CONFIG_FILE)
     files = (folder, *(folder / name for name in configs))
     on_hub = str(path).startswith(HUB_PREFIX) or hub_repository(str(path)) is not None
@@ -103,10 +104,3 @@ def load_encoder(
     _logger.info("%s", checked)
     text = suitable_tokenizer(pretrained_tokenizer(source, config) if tokenizer is None else tokenizer, config)
     return Encoder(build_model(config), replicate(mesh, variables), text, mesh, batch_size, image_resize(config))
-
-
-def _devices(mesh: Mesh | None, batch_size: int) -> tuple[Mesh, int]:
-    """Return the mesh, all devices by default, and the checked batch size."""
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
-    return data_mesh() if mesh is None else mesh, batch_size

@@ -13,6 +13,8 @@ from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_f
 from infcl_jax.ops.linear import contract
 
 AttentionImplementation = Literal["xla", "cudnn", "mosaic_gpu"]
+Heads = Float[Array, "b t heads d"]  # queries, keys and values of all positions
+Queries = Float[Array, "b n heads d"]  # of some positions
 
 
 def cudnn_accepts(dtype: Any, head_channels: int) -> bool:
@@ -81,13 +83,7 @@ def padding_for(shape: tuple[int, ...], dtype: Any, implementation: AttentionImp
     return shape[1] % 2 if (implementation or best_attention(shape, dtype)) == "cudnn" else 0
 
 
-def _cudnn_attention(
-    query: Float[Array, "b t heads d"],
-    key: Float[Array, "b t heads d"],
-    value: Float[Array, "b t heads d"],
-    causal: bool,
-    padding: int,
-) -> Float[Array, "b t heads d"]:
+def _cudnn_attention(query: Heads, key: Heads, value: Heads, causal: bool, padding: int) -> Heads:
     b, t = query.shape[:2]
     # The causal mask already hides trailing padding from all valid queries.
     lengths = jnp.full(b, t - padding, jnp.int32) if padding and not causal else None
@@ -97,23 +93,19 @@ def _cudnn_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _mosaic_attention(packed: Float[Array, "b t qkv_heads d"], causal: bool) -> Float[Array, "b t heads d"]:
+def _mosaic_attention(packed: Float[Array, "b t qkv_heads d"], causal: bool) -> Heads:
     """Attention of packed [b, t, 3 heads, d] on the Hopper kernels."""
     return _mosaic_forward(packed, causal)[0]
 
 
-def _mosaic_forward(
-    packed: Float[Array, "b t qkv_heads d"], causal: bool
-) -> tuple[Float[Array, "b t heads d"], tuple[jax.Array, ...]]:
+def _mosaic_forward(packed: Float[Array, "b t qkv_heads d"], causal: bool) -> tuple[Heads, tuple[jax.Array, ...]]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
     out, lse = _call_mosaic(pallas_mosaic_gpu.forward, causal, packed)
     return out, (packed, out, lse)
 
 
-def _mosaic_backward(
-    causal: bool, saved: tuple[jax.Array, ...], d_out: Float[Array, "b t heads d"]
-) -> tuple[jax.Array, ...]:
+def _mosaic_backward(causal: bool, saved: tuple[jax.Array, ...], d_out: Heads) -> tuple[jax.Array, ...]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
     return _call_mosaic(pallas_mosaic_gpu.backward, causal, *saved, d_out)
@@ -158,12 +150,8 @@ def xla_attention(
 
 
 def _xla_forward(
-    query: Float[Array, "b n heads d"],
-    key: Float[Array, "b t heads d"],
-    value: Float[Array, "b t heads d"],
-    mask: Bool[Array, "#b #heads #n #t"] | None,
-    scale: float,
-) -> tuple[Float[Array, "b n heads d"], tuple]:
+    query: Queries, key: Heads, value: Heads, mask: Bool[Array, "#b #heads #n #t"] | None, scale: float
+) -> tuple[Queries, tuple]:
     s = jnp.einsum("bnhd,bthd->bhnt", query, key, preferred_element_type=jnp.float32) * scale
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
@@ -171,9 +159,7 @@ def _xla_forward(
     return jnp.einsum("bhnt,bthd->bnhd", p, value), (query, key, value, p)
 
 
-def _xla_backward(
-    scale: float, saved: tuple[jax.Array, ...], d_out: Float[Array, "b n heads d"]
-) -> tuple[Float[Array, "b n heads d"], Float[Array, "b t heads d"], Float[Array, "b t heads d"], None]:
+def _xla_backward(scale: float, saved: tuple[jax.Array, ...], d_out: Queries) -> tuple[Queries, Heads, Heads, None]:
     query, key, value, p = saved  # p = 0 at masked positions, so ds = 0 there
     dp = jnp.einsum("bnhd,bthd->bhnt", d_out, value, preferred_element_type=jnp.float32)
     p32 = p.astype(jnp.float32)

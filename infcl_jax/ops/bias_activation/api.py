@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from infcl_jax.ops.common import gpu
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
@@ -17,6 +17,8 @@ from infcl_jax.ops.layer_norm.api import broadcast_vector, flat_rows
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
 ActivationImplementation = Literal["xla", "mosaic_gpu"]
+Rows = Float[Array, "*batch width"]
+Vector = Float[Array, "width"]
 
 
 def best_activation(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"]) -> ActivationImplementation:
@@ -69,11 +71,8 @@ def activate(
 
 
 def _backward(
-    name: Activation,
-    implementation: ActivationImplementation | None,
-    saved: tuple[jax.Array, jax.Array],
-    dy: Float[Array, "*batch width"],
-) -> tuple[Float[Array, "*batch width"], Float[Array, "width"]]:
+    name: Activation, implementation: ActivationImplementation | None, saved: tuple[jax.Array, jax.Array], dy: Rows
+) -> tuple[Rows, Vector]:
     x, bias = saved
     use_kernel = (implementation or best_activation(x)) == "mosaic_gpu"
     dx, d_bias = (_backward_kernel if use_kernel else _backward_xla)(x, bias, dy, name)
@@ -83,18 +82,14 @@ def _backward(
 activate.defvjp(lambda x, bias, *settings: (activate(x, bias, *settings), (x, bias)), _backward)
 
 
-def _backward_xla(
-    x: Float[Array, "*batch width"], bias: Float[Array, "width"], dy: Float[Array, "*batch width"], name: Activation
-) -> tuple[Float[Array, "*batch width"], Float32[Array, "width"]]:
+def _backward_xla(x: Rows, bias: Vector, dy: Rows, name: Activation) -> tuple[Rows, Vector]:
     # Without the barrier, XLA shares subexpressions of the two passes and stores them in float32.
     x32 = _biased(lax.optimization_barrier(x), bias)
     dx = (dy.astype(jnp.float32) * _FUNCTIONS[name][1](x32)).astype(x.dtype)
     return dx, dx.sum(tuple(range(x.ndim - 1)), dtype=jnp.float32)
 
 
-def _forward_kernel(
-    x: Float[Array, "*batch width"], bias: Float[Array, "width"], name: Activation
-) -> Float[Array, "*batch width"]:
+def _forward_kernel(x: Rows, bias: Vector, name: Activation) -> Rows:
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu
 
     run = functools.partial(pallas_mosaic_gpu.forward, name=name, sm_count=gpu.multiprocessors())
@@ -106,9 +101,7 @@ def _forward_kernel(
     return on_each_device(local, (batch_spec, P()), batch_spec)(x, bias.astype(jnp.float32))
 
 
-def _backward_kernel(
-    x: Float[Array, "*batch width"], bias: Float[Array, "width"], dy: Float[Array, "*batch width"], name: Activation
-) -> tuple[Float[Array, "*batch width"], Float32[Array, "width"]]:
+def _backward_kernel(x: Rows, bias: Vector, dy: Rows, name: Activation) -> tuple[Rows, Vector]:
     from infcl_jax.ops.bias_activation import pallas_mosaic_gpu
 
     run = functools.partial(pallas_mosaic_gpu.backward, name=name, sm_count=gpu.multiprocessors())

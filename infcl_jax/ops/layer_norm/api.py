@@ -15,6 +15,12 @@ from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_f
 NormImplementation = Literal["xla", "mosaic_gpu"]
 LAYER_NORM_EPSILON = 1e-5  # added to the variance; PyTorch's default
 
+Rows = Float[Array, "*batch width"]
+Vector = Float[Array, "width"]
+Statistic = Float32[Array, "*batch 1"]  # of each row
+# Cotangents of rows, scale and bias, and the sum of the first one over rows.
+Gradients = tuple[Rows, Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None]
+
 
 def best_normalization(x: Float[Array | jax.ShapeDtypeStruct, "*batch width"], *dtypes: Any) -> NormImplementation:
     """Select the fastest LayerNorm for the target device.
@@ -99,35 +105,22 @@ def normalize_with_residual(
 
 
 def _forward(
-    x: Float[Array, "*batch width"],
-    scale: Float[Array, "width"],
-    bias: Float[Array, "width"],
-    dtype: Any,
-    implementation: NormImplementation | None,
-    epsilon: float,
-) -> tuple[Float[Array, "*batch width"], tuple[jax.Array, ...]]:
+    x: Rows, scale: Vector, bias: Vector, dtype: Any, implementation: NormImplementation | None, epsilon: float
+) -> tuple[Rows, tuple[jax.Array, ...]]:
     run = _forward_xla if _chosen(implementation, x, dtype) == "xla" else _forward_kernel
     y, mean, inv_std = run(x, scale, bias, dtype, epsilon)
     return y, (x, mean, inv_std, scale, bias)
 
 
 def _backward(
-    dtype: Any,
-    implementation: NormImplementation | None,
-    epsilon: float,
-    saved: tuple[jax.Array, ...],
-    dy: Float[Array, "*batch width"],
+    dtype: Any, implementation: NormImplementation | None, epsilon: float, saved: tuple[jax.Array, ...], dy: Rows
 ) -> tuple[jax.Array | None, ...]:
     return _backward_with_residual(dtype, implementation, epsilon, (*saved, None), (dy, None))[:3]
 
 
 def _forward_with_residual(
-    x: Float[Array, "*batch width"],
-    scale: Float[Array, "width"],
-    bias: Float[Array, "width"],
-    deferred_bias: Float[Array, "width"] | None,
-    *settings: Any,
-) -> tuple[tuple[Float[Array, "*batch width"], Float[Array, "*batch width"]], tuple[jax.Array | None, ...]]:
+    x: Rows, scale: Vector, bias: Vector, deferred_bias: Vector | None, *settings: Any
+) -> tuple[tuple[Rows, Rows], tuple[jax.Array | None, ...]]:
     y, saved = _forward(x, scale, bias, *settings)
     return (y, x), (*saved, deferred_bias)
 
@@ -137,7 +130,7 @@ def _backward_with_residual(
     implementation: NormImplementation | None,
     epsilon: float,
     saved: tuple[Any, ...],
-    cotangents: tuple[Float[Array, "*batch width"], Float[Array, "*batch width"] | None],
+    cotangents: tuple[Rows, Rows | None],
 ) -> tuple[jax.Array | None, ...]:
     x, mean, inv_std, scale, bias, deferred_bias = saved
     run = _backward_xla if _chosen(implementation, x, dtype) == "xla" else _backward_kernel
@@ -154,13 +147,7 @@ def _chosen(implementation: NormImplementation | None, x: jax.Array, dtype: Any)
     return implementation or best_normalization(x, dtype)
 
 
-def _forward_xla(
-    x: Float[Array, "*batch width"],
-    scale: Float[Array, "width"],
-    bias: Float[Array, "width"],
-    dtype: Any,
-    epsilon: float,
-) -> tuple[Float[Array, "*batch width"], Float32[Array, "*batch 1"], Float32[Array, "*batch 1"]]:
+def _forward_xla(x: Rows, scale: Vector, bias: Vector, dtype: Any, epsilon: float) -> tuple[Rows, Statistic, Statistic]:
     """Compute the result, and the float32 mean and inverse standard deviation [..., 1].
 
     The variance is E[x^2] - E[x]^2, so both statistics take a single pass over `x`.
@@ -174,16 +161,8 @@ def _forward_xla(
 
 
 def _backward_xla(
-    x: Float[Array, "*batch width"],
-    mean: Float32[Array, "*batch 1"],
-    inv_std: Float32[Array, "*batch 1"],
-    scale: Float[Array, "width"],
-    dy: Float[Array, "*batch width"],
-    dx_residual: Float[Array, "*batch width"] | None,
-    sum_rows: bool,
-) -> tuple[
-    Float[Array, "*batch width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
-]:
+    x: Rows, mean: Statistic, inv_std: Statistic, scale: Vector, dy: Rows, dx_residual: Rows | None, sum_rows: bool
+) -> Gradients:
     """Compute the gradients of LayerNorm.
 
     Returns:
@@ -206,12 +185,8 @@ def _backward_xla(
 
 
 def _forward_kernel(
-    x: Float[Array, "*batch width"],
-    scale: Float[Array, "width"],
-    bias: Float[Array, "width"],
-    dtype: Any,
-    epsilon: float,
-) -> tuple[Float[Array, "*batch width"], Float32[Array, "*batch 1"], Float32[Array, "*batch 1"]]:
+    x: Rows, scale: Vector, bias: Vector, dtype: Any, epsilon: float
+) -> tuple[Rows, Statistic, Statistic]:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
     run = functools.partial(
@@ -228,16 +203,8 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-    x: Float[Array, "*batch width"],
-    mean: Float32[Array, "*batch 1"],
-    inv_std: Float32[Array, "*batch 1"],
-    scale: Float[Array, "width"],
-    dy: Float[Array, "*batch width"],
-    dx_residual: Float[Array, "*batch width"] | None,
-    sum_rows: bool,
-) -> tuple[
-    Float[Array, "*batch width"], Float32[Array, "width"], Float32[Array, "width"], Float32[Array, "width"] | None
-]:
+    x: Rows, mean: Statistic, inv_std: Statistic, scale: Vector, dy: Rows, dx_residual: Rows | None, sum_rows: bool
+) -> Gradients:
     from infcl_jax.ops.layer_norm import pallas_mosaic_gpu
 
     run = functools.partial(pallas_mosaic_gpu.backward, sum_rows=sum_rows, sm_count=gpu.multiprocessors())

@@ -1,7 +1,15 @@
 """Contrastive losses with a guide in float64, and inputs whose similarities in the guide are exact in every dtype."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
+
+from infcl_jax import clip_loss, retrieval_loss
+
+TOLERANCES = {jnp.float32: 2e-5, jnp.bfloat16: 1e-2}
 
 
 def make(b=40, extra=0, dim=16, guide_dim=12, kind="random", masked=False, seed=0):
@@ -51,3 +59,48 @@ def retrieval(student, guide, scale, labels, margin=0.0, strategy="absolute"):
     s, positive = x @ y.T, labels[:, None] == np.arange(len(y))[None, :]
     loss, d = side(scale * s, gx @ gy.T, positive, labels, np.ones_like(positive), margin, strategy)
     return loss, (scale * d @ y, scale * d.T @ x, (d * s).sum())
+
+
+def check(loss, student, dtype, want):
+    """Compare value and gradients of the loss of kernels with those of the rounded features in float64."""
+    args = *(jnp.asarray(a, dtype) for a in student), jnp.float32(20)
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args)
+    expected, expected_gradients = want([np.asarray(a, np.float64) for a in args[:2]])
+    np.testing.assert_allclose(float(value), expected, rtol=TOLERANCES[dtype])
+    for got, wanted in zip(gradients, expected_gradients, strict=True):
+        assert oracle.relative_error(got, wanted) <= TOLERANCES[dtype]
+
+
+def check_clip(implementation, b, dtype, kind, margin, strategy, by_id, masked):
+    """Compare `clip_loss` of kernels with the oracle."""
+    student, guide, mask = make(b=b, dim=40, guide_dim=24, kind=kind, masked=masked)
+    ids = np.random.default_rng(1).integers(0, b // 2, b).astype(np.int32) if by_id else None
+    loss = functools.partial(
+        clip_loss,
+        mask=mask if masked else None,
+        image_ids=ids,
+        text_ids=ids,
+        guide=tuple(jnp.asarray(a, dtype) for a in guide),
+        margin=margin,
+        margin_strategy=strategy,
+        implementation=implementation,
+    )
+    check(loss, student, dtype, lambda s: clip(s, guide, 20.0, margin, strategy, mask, ids))
+
+
+def check_retrieval(implementation):
+    """Compare `retrieval_loss` of kernels with the oracle; some passages are those of no query."""
+    student, guide, _ = make(b=70, extra=90, dim=40)
+    features = tuple(jnp.asarray(a, jnp.bfloat16) for a in guide)
+    loss = functools.partial(retrieval_loss, guide=features, implementation=implementation)
+    check(loss, student, jnp.bfloat16, lambda s: retrieval(s, guide, 20.0, np.arange(70)))
+
+
+def check_duplicates(implementation):
+    """With random features and no margin, a copy of each pair ties with it whatever the rounding."""
+    rng = np.random.default_rng(0)
+    x, y, gx, gy = (np.tile(oracle.unit(rng.normal(size=(33, 48))), (2, 1)).astype(np.float32) for _ in range(4))
+    image = jax.jit(jax.grad(lambda x: clip_loss(x, y, 5.0, guide=(gx, gy), implementation=implementation)))(x)
+    without = functools.partial(clip, (x, y), (gx, gy), 5.0)
+    assert oracle.relative_error(image, without(margin=-1e-6)[1][0]) <= 2e-5
+    assert oracle.relative_error(image, without(margin=1e-6)[1][0]) > 0.02

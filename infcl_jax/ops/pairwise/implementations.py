@@ -188,6 +188,7 @@ TABLE = {
         (ring.rotating_bytes, WindowConfig().workspace_bytes),
         _triton,
         LOSSES,
+        guide=True,
         rank=2,
         requires="an Ampere, Ada or Hopper GPU and jax-triton",
         capabilities=TRITON_CAPABILITIES,
@@ -220,17 +221,16 @@ def available_implementations() -> tuple[str, ...]:
     return tuple(name for name, row in TABLE.items() if row.runs_on(capability))
 
 
-def best_implementation(dtype: Any = jnp.float32, *, guide: bool = False) -> str:
+def best_implementation(dtype: Any = jnp.float32) -> str:
     """Return the fastest implementation for the default device.
 
     Its workspace is linear in the batch size. Warns once on a GPU without fused kernels.
 
     Args:
       dtype: dtype of the features.
-      guide: whether `pairwise_lse` has a guide.
     """
     capability = compute_capability()
-    names = [name for name, row in TABLE.items() if (dtype != jnp.float64 or row.fp64) and (row.guide or not guide)]
+    names = [name for name, row in TABLE.items() if dtype != jnp.float64 or row.fp64]
     by_rank = sorted(names, key=lambda name: TABLE[name].rank, reverse=True)
     best = next(name for name in by_rank if TABLE[name].runs_on(capability))
     if TABLE[best].requires is None and dtype != jnp.float64 and capability is not None:

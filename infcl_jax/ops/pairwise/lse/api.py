@@ -124,7 +124,7 @@ def pairwise_lse(
         column of the same number: column j leaves the sum of row i if `t_ij > t_{i, o_i} - margin`, and row i leaves
         that of column j if `t_ij > t_jj - margin`. Positives, which `positives="exclude"` must leave to the caller,
         are not affected. t_{i, o_i} is computed as all others, so that duplicates of the own pair stay. Solatorio,
-        "GISTEmbed". Implementations "ring", "xla" and "mosaic_gpu".
+        "GISTEmbed". Implementations "ring", "xla", "mosaic_gpu" and "triton".
       margin: by how much a negative must be less similar in the guide than the own pair.
       margin_strategy: "absolute", or "relative": `margin * |t_{i, o_i}|` in place of `margin`.
       implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
@@ -147,7 +147,7 @@ def pairwise_lse(
     if guide is not None:
         check_implementation(implementation, guided_implementations())
         _check_own_pairs(positives, columns and labels is not None, (columns or by_id) and x.shape[0] != y.shape[0])
-    implementation = implementation or best_implementation(x.dtype, guide=guide is not None)
+    implementation = implementation or best_implementation(x.dtype)
     check_device(implementation, x.dtype)
     check_axis(axis_name, x, y)
     axis_name = axis_name or None

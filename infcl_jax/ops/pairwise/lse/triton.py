@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import BFloat16, Float32
 from infcl_jax.ops.pairwise.base import Array
 from infcl_jax.ops.pairwise.kernel_api import Pairs, Window
 from infcl_jax.ops.pairwise.lse.kernel_api import LseOperands, LseWeights, WeightsByID, positive_tiles
-from infcl_jax.ops.pairwise.triton import Settings, TritonKernels, kernels_of
+from infcl_jax.ops.pairwise.triton import Gemm, Settings, TritonKernels, kernels_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +19,19 @@ class LseTriton(TritonKernels):
     """`LseKernels` for GPUs from Ampere to Hopper."""
 
     def sums(
-        self, operands: LseOperands, window: Window, pairs: Pairs, *, exclude: bool, columns: bool, maxima: bool
+        self,
+        operands: LseOperands,
+        window: Window,
+        pairs: Pairs,
+        *,
+        exclude: bool,
+        columns: bool,
+        maxima: bool,
+        guide_pairs: Pairs = (),
     ) -> tuple[Float32[Array, "{window.rows}"], Float32[Array, "{window.columns}"] | None]:
         """Implement `Kernels.sums`."""
         operands = operands if exclude else operands._replace(labels=None, last=None)
-        settings = self.settings(operands.x, pairs, exclude=exclude, maxima=maxima)
+        settings = self._settings(operands, pairs, guide_pairs, exclude=exclude, maxima=maxima)
         out = self._compute("sums", operands, {}, window, columns, settings)
         reduce = jnp.max if maxima else jnp.sum
         return reduce(out["row"], 0), reduce(out["column"], 0) if columns else None
@@ -37,6 +46,7 @@ class LseTriton(TritonKernels):
         exclude: bool,
         terms: int,
         moments: bool,
+        guide_pairs: Pairs = (),
     ) -> tuple[
         BFloat16[Array, "{window.rows} {terms*window.columns}"],
         Float32[Array, "{window.rows}"] | None,
@@ -46,7 +56,7 @@ class LseTriton(TritonKernels):
         by_id = weights.by_id or WeightsByID(*[None] * len(WeightsByID._fields))
         given = {f"{name}_weight": w for name, w in weights._asdict().items() if name != "by_id"}
         given |= {f"by_id_{name}": w for name, w in by_id._asdict().items()}
-        settings = self.settings(operands.x, pairs, ds_terms=terms, exclude=exclude)
+        settings = self._settings(operands, pairs, guide_pairs, ds_terms=terms, exclude=exclude)
         out = self._compute("ds", operands, given, window, moments and weights.column is not None, settings, moments)
         row, column = (out[name].sum(0) if name in out else None for name in ("row", "column"))
         return out["ds"], row, column
@@ -65,6 +75,10 @@ class LseTriton(TritonKernels):
         launch = functools.partial(self.launch, kernels_of("lse").positive_sums_kernel, "pairwise_positive_sums")
         results = launch(num_tiles, shape, given, out, settings, self.config.num_warps)
         return results["sum"], results["similarity"], results["moment"]
+
+    def _settings(self, operands: LseOperands, pairs: Pairs, guide_pairs: Pairs, **options: Any) -> Settings:
+        other = None if operands.guide_x is None else Gemm.of(operands.guide_x, guide_pairs)
+        return self.settings(operands.x, pairs, other=other, **options)
 
     def _compute(
         self,
@@ -99,8 +113,9 @@ class LseTriton(TritonKernels):
             results["ds"] = jax.ShapeDtypeStruct((window.rows, settings.ds_terms * window.columns), jnp.bfloat16)
         vectors = {name: a for name, a in operands._asdict().items() if name not in ("lowest", "highest")}
         absent = {name: None for name in ("row", "column") if name not in results}
-        # Two exponentials, or two terms of dS, need twice the registers, hence twice the warps.
-        num_warps = self.config.num_warps * (1 if operands.column_scale is None and settings.ds_terms < 2 else 2)
+        # Two accumulators, two exponentials, or two terms of dS, need twice the registers, hence twice the warps.
+        two = settings.other is not None or operands.column_scale is not None or settings.ds_terms > 1
+        num_warps = self.config.num_warps * (2 if two else 1)
         name = f"pairwise_lse_{kernel}"
         kernel = getattr(kernels_of("lse"), f"{kernel}_kernel")
         return self.compute_tiles(kernel, name, window, vectors | given | absent, results, settings, num_warps)

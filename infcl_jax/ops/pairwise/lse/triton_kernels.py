@@ -24,81 +24,113 @@ from infcl_jax.ops.pairwise.triton_kernels import (
 
 
 class Vectors(NamedTuple):
-    """Vectors of the exponents in a tile, see `kernel_api.LseOperands`."""
+    """Vectors of the rows or of the columns of a tile, see `kernel_api`; None where absent."""
 
-    row_scale: Any
-    row_shift: Any
-    column_shift: Any
-    column_scale: Any
-    row_masked: Any
-    column_masked: Any
+    scale: Any
+    shift: Any
+    masked: Any
+    threshold: Any
+    weight: Any
 
 
 @triton.jit
-def load_vectors(
-    row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr, tile, SETTINGS
-):  # fmt: skip
-    """Load the vectors of a tile, before the main loop to hide the latency."""
+def row_vectors(scale_ptr, shift_ptr, masked_ptr, threshold_ptr, weight_ptr, tile, SETTINGS):
+    """Load the vectors of the rows, before the main loop to hide the latency."""
     return Vectors(
-        load_rows(row_scale_ptr, tile, SETTINGS)[:, None],
-        load_rows(row_shift_ptr, tile, SETTINGS)[:, None],
-        load_columns(column_shift_ptr, tile, SETTINGS),
-        load_columns(column_scale_ptr, tile, SETTINGS),
-        load_rows(row_masked_ptr, tile, SETTINGS),
-        load_columns(column_masked_ptr, tile, SETTINGS),
+        load_rows(scale_ptr, tile, SETTINGS),
+        load_rows(shift_ptr, tile, SETTINGS),
+        load_rows(masked_ptr, tile, SETTINGS),
+        load_rows(threshold_ptr, tile, SETTINGS),
+        load_rows(weight_ptr, tile, SETTINGS),
     )
 
 
 @triton.jit
-def row_exponents(s, v):
+def column_vectors(scale_ptr, shift_ptr, masked_ptr, threshold_ptr, weight_ptr, tile, SETTINGS):
+    """Load the vectors of the columns, before the main loop to hide the latency."""
+    return Vectors(
+        load_columns(scale_ptr, tile, SETTINGS),
+        load_columns(shift_ptr, tile, SETTINGS),
+        load_columns(masked_ptr, tile, SETTINGS),
+        load_columns(threshold_ptr, tile, SETTINGS),
+        load_columns(weight_ptr, tile, SETTINGS),
+    )
+
+
+@triton.jit
+def similarity_tiles(x_ptr, y_ptr, guide_x_ptr, guide_y_ptr, tile, SETTINGS):
+    """Compute a tile of s and one of the guide's similarities t; the latter is None without a guide."""
+    s, t = similarity_tile(x_ptr, y_ptr, tile.start_m, tile.start_n, SETTINGS.gemm, SETTINGS), None
+    if guide_x_ptr is not None:
+        t = similarity_tile(guide_x_ptr, guide_y_ptr, tile.start_m, tile.start_n, SETTINGS.other, SETTINGS)
+    return s, t
+
+
+@triton.jit
+def row_exponents(s, row, column):
     """Compute the exponents of the row sums, and with a shared scale of the column sums."""
-    shift = v.row_shift
-    if v.column_scale is not None:
-        shift += v.column_masked[None, :]
-    elif v.column_shift is not None:
-        shift += v.column_shift[None, :]
-    return s * v.row_scale - shift
+    shift = row.shift[:, None]
+    if column.scale is not None:
+        shift += column.masked[None, :]
+    elif column.shift is not None:
+        shift += column.shift[None, :]
+    return s * row.scale[:, None] - shift
 
 
 @triton.jit
-def column_exponents(s, v):
+def column_exponents(s, row, column):
     """Compute the exponents of the column sums with per-sample scales."""
-    return s * v.column_scale[None, :] - (v.column_shift[None, :] + v.row_masked[:, None])
+    return s * column.scale[None, :] - (column.shift[None, :] + row.masked[:, None])
 
 
 @triton.jit
-def reduced(exponent, positives, AXIS: tl.constexpr, SETTINGS):
-    """Reduce a tile over one axis: sums of exponentials or maxima of exponents."""
+def kept_of_row(values, t, row, otherwise: tl.constexpr):
+    """Replace the values of pairs that the guide leaves out of the sum of their row."""
+    return values if t is None else tl.where(t <= row.threshold[:, None], values, otherwise)
+
+
+@triton.jit
+def kept_of_column(values, t, column, otherwise: tl.constexpr):
+    """Replace the values of pairs that the guide leaves out of the sum of their column."""
+    return values if t is None else tl.where(t <= column.threshold[None, :], values, otherwise)
+
+
+@triton.jit
+def terms_of(exponent, positives, SETTINGS):
+    """Compute the terms of sums, exponentials in base 2, or those of maxima, exponents."""
     if SETTINGS.exclude:
         exponent = replace_positives(exponent, positives, float("-inf"))
-    return tl.max(exponent, AXIS) if SETTINGS.maxima else tl.sum(tl.exp2(exponent), AXIS)
+    return exponent if SETTINGS.maxima else tl.exp2(exponent)
 
 
 @triton.jit
 def sums_kernel(
     x_ptr, y_ptr, row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr,
-    labels_ptr, last_ptr, window_ptr,
+    labels_ptr, last_ptr, guide_x_ptr, guide_y_ptr, row_threshold_ptr, column_threshold_ptr, window_ptr,
     row_ptr, column_ptr,
     SETTINGS: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums or maxima of one tile over its columns and over its rows."""
     tile = tile_of(window_ptr, SETTINGS)
-    v = load_vectors(
-        row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr, tile,
-        SETTINGS,
+    row = row_vectors(row_scale_ptr, row_shift_ptr, row_masked_ptr, row_threshold_ptr, None, tile, SETTINGS)
+    column = column_vectors(
+        column_scale_ptr, column_shift_ptr, column_masked_ptr, column_threshold_ptr, None, tile, SETTINGS
     )  # fmt: skip
-    s = similarity_tile(x_ptr, y_ptr, tile.start_m, tile.start_n, SETTINGS.gemm, SETTINGS)
+    s, t = similarity_tiles(x_ptr, y_ptr, guide_x_ptr, guide_y_ptr, tile, SETTINGS)
     positives = find_positives(labels_ptr, last_ptr, tile, SETTINGS)
-    exponent = row_exponents(s, v)
-    store_rows(row_ptr, tile, reduced(exponent, positives, 1, SETTINGS))
+    LEFT_OUT: tl.constexpr = float("-inf") if SETTINGS.maxima else 0.0
+    terms = terms_of(row_exponents(s, row, column), positives, SETTINGS)
+    row_terms = kept_of_row(terms, t, row, LEFT_OUT)
+    store_rows(row_ptr, tile, tl.max(row_terms, 1) if SETTINGS.maxima else tl.sum(row_terms, 1))
     if column_ptr is not None:
-        if v.column_scale is not None:
-            exponent = column_exponents(s, v)
-        store_columns(column_ptr, tile, reduced(exponent, positives, 0, SETTINGS))
+        if column.scale is not None:
+            terms = terms_of(column_exponents(s, row, column), positives, SETTINGS)
+        terms = kept_of_column(terms, t, column, LEFT_OUT)
+        store_columns(column_ptr, tile, tl.max(terms, 0) if SETTINGS.maxima else tl.sum(terms, 0))
 
 
 @triton.jit
-def terms_by_id(s, v, rows, columns, scale_ptr, tile, SETTINGS):
+def terms_by_id(s, row, column, rows, columns, scale_ptr, tile, SETTINGS):
     """Compute the terms of positives by id in dS, see `kernel_api.WeightsByID`.
 
     `rows` and `columns` are pointers to the weights, sums and max-shifts.
@@ -111,45 +143,47 @@ def terms_by_id(s, v, rows, columns, scale_ptr, tile, SETTINGS):
     if scale_ptr is not None:
         if columns[0] is not None:
             weight = weight + column_weight
-        terms = tl.where(weight == 0, 0.0, tl.exp2(row_exponents(s, v)) * weight) + tl.load(scale_ptr) * d_sum
+        e = tl.exp2(row_exponents(s, row, column))
+        terms = tl.where(weight == 0, 0.0, e * weight) + tl.load(scale_ptr) * d_sum
     else:
-        terms = tl.exp2(s * v.row_scale - load_rows(rows[2], tile, SETTINGS)[:, None]) * weight + d_sum
+        terms = tl.exp2(s * row.scale[:, None] - load_rows(rows[2], tile, SETTINGS)[:, None]) * weight + d_sum
         if columns[0] is not None:
             shift = load_columns(columns[2], tile, SETTINGS)[None, :]
-            terms += tl.exp2(s * v.column_scale[None, :] - shift) * column_weight
+            terms += tl.exp2(s * column.scale[None, :] - shift) * column_weight
     return terms
 
 
 @triton.jit
-def store_gradient(
-    s, positive, v, row_weight, column_weight, positive_weight_ptr, by_id, moments, ds_ptr, tile, SETTINGS
-):  # fmt: skip
+def store_gradient(s, t, positive, row, column, positive_weight_ptr, by_id, moments, ds_ptr, tile, SETTINGS):
     """Store dS and its moments; `positive` marks the positives, None for a tile without."""
     excluded: tl.constexpr = SETTINGS.exclude and positive is not None
-    exponent = row_exponents(s, v)
+    exponent = row_exponents(s, row, column)
     e = tl.exp2(tl.where(positive, float("-inf"), exponent) if excluded else exponent)
+    kept = kept_of_row(e, t, row, 0.0)
     if moments[0] is not None:
-        store_rows(moments[0], tile, tl.sum(e * s, 1))
-    ds = e * row_weight[:, None]
-    if column_weight is not None:
-        if v.column_scale is not None:
-            exponent = column_exponents(s, v)
+        store_rows(moments[0], tile, tl.sum(kept * s, 1))
+    ds = kept * row.weight[:, None]
+    if column.weight is not None:
+        if column.scale is not None:
+            exponent = column_exponents(s, row, column)
             e = tl.exp2(tl.where(positive, float("-inf"), exponent) if excluded else exponent)
-        ds += e * column_weight[None, :]
+        kept = kept_of_column(e, t, column, 0.0)
+        ds += kept * column.weight[None, :]
         if moments[1] is not None:
-            store_columns(moments[1], tile, tl.sum(e * s, 0))
+            store_columns(moments[1], tile, tl.sum(kept * s, 0))
     if positive is not None:
         if positive_weight_ptr is not None:
             ds += tl.where(positive, load_rows(positive_weight_ptr, tile, SETTINGS)[:, None], 0.0)
         if by_id[0][0] is not None:
-            ds = tl.where(positive, ds + terms_by_id(s, v, *by_id, tile, SETTINGS), ds)
+            ds = tl.where(positive, ds + terms_by_id(s, row, column, *by_id, tile, SETTINGS), ds)
     store_ds(ds_ptr, ds, tile, SETTINGS)
 
 
 @triton.jit
 def ds_kernel(
     x_ptr, y_ptr, row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr,
-    labels_ptr, last_ptr, row_weight_ptr, column_weight_ptr, positive_weight_ptr,
+    labels_ptr, last_ptr, guide_x_ptr, guide_y_ptr, row_threshold_ptr, column_threshold_ptr,
+    row_weight_ptr, column_weight_ptr, positive_weight_ptr,
     by_id_row_ptr, by_id_row_sum_ptr, by_id_column_ptr, by_id_column_sum_ptr, by_id_scale_ptr, by_id_row_shift_ptr,
     by_id_column_shift_ptr, window_ptr,
     row_ptr, column_ptr, ds_ptr,
@@ -157,13 +191,11 @@ def ds_kernel(
 ):  # fmt: skip
     """Compute one tile of dS and its moments."""
     tile = tile_of(window_ptr, SETTINGS)
-    v = load_vectors(
-        row_scale_ptr, row_shift_ptr, column_shift_ptr, column_scale_ptr, row_masked_ptr, column_masked_ptr, tile,
-        SETTINGS,
+    row = row_vectors(row_scale_ptr, row_shift_ptr, row_masked_ptr, row_threshold_ptr, row_weight_ptr, tile, SETTINGS)
+    column = column_vectors(
+        column_scale_ptr, column_shift_ptr, column_masked_ptr, column_threshold_ptr, column_weight_ptr, tile, SETTINGS
     )  # fmt: skip
-    row_weight = load_rows(row_weight_ptr, tile, SETTINGS)
-    column_weight = load_columns(column_weight_ptr, tile, SETTINGS)
-    s = similarity_tile(x_ptr, y_ptr, tile.start_m, tile.start_n, SETTINGS.gemm, SETTINGS)
+    s, t = similarity_tiles(x_ptr, y_ptr, guide_x_ptr, guide_y_ptr, tile, SETTINGS)
     by_id = (
         (by_id_row_ptr, by_id_row_sum_ptr, by_id_row_shift_ptr),
         (by_id_column_ptr, by_id_column_sum_ptr, by_id_column_shift_ptr),
@@ -174,13 +206,9 @@ def ds_kernel(
     # Stored in both branches, because registers do not hold s and dS beyond a branch.
     if positives.present:
         positive = is_positive(positives, SETTINGS.block_n)
-        store_gradient(
-            s, positive, v, row_weight, column_weight, positive_weight_ptr, by_id, moments, ds_ptr, tile, SETTINGS
-        )  # fmt: skip
+        store_gradient(s, t, positive, row, column, positive_weight_ptr, by_id, moments, ds_ptr, tile, SETTINGS)
     else:
-        store_gradient(
-            s, None, v, row_weight, column_weight, positive_weight_ptr, by_id, moments, ds_ptr, tile, SETTINGS
-        )  # fmt: skip
+        store_gradient(s, t, None, row, column, positive_weight_ptr, by_id, moments, ds_ptr, tile, SETTINGS)
 
 
 @triton.jit

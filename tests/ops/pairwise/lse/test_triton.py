@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_guide
 import pytest
 import triton_compile
 import triton_interpreter
@@ -47,8 +48,8 @@ def split(x, num_terms):
     return jnp.concatenate(out, axis=1)
 
 
-def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
-    """Creates operands, and s in float64."""
+def make(pairs, *, masked, per_sample, labels, guide=False, shape=SHAPE, seed=0):
+    """Creates operands, and s in float64. Each threshold ties with a similarity of the guide, which is exact."""
     R, C, K = shape
     rng = np.random.default_rng(seed)
     num_terms = 1 + max(p for p, _ in pairs)
@@ -72,6 +73,15 @@ def make(pairs, *, masked, per_sample, labels, shape=SHAPE, seed=0):
         column_masked=column_masked if per_sample else None,
         labels=jnp.asarray(rng.integers(-C, 2 * C, R), jnp.int32) if labels else None,
     )
+    if guide:
+        guide_x, guide_y = (rng.integers(-3, 4, (n, 2 * K)) / 8 for n in (R, C))
+        t = guide_x @ guide_y.T
+        operands = operands._replace(
+            guide_x=split(jnp.asarray(guide_x, jnp.float32), num_terms),
+            guide_y=split(jnp.asarray(guide_y, jnp.float32), num_terms),
+            row_threshold=jnp.asarray(t[np.arange(R), rng.integers(0, C, R)], jnp.float32),
+            column_threshold=jnp.asarray(t[rng.integers(0, R, C), np.arange(C)], jnp.float32),
+        )
     x, y = ([np.asarray(p, np.float64) for p in np.split(np.asarray(a, np.float32), num_terms, axis=1)] for a in (x, y))
     return operands, sum(x[p] @ y[q].T for p, q in pairs)
 
@@ -89,6 +99,10 @@ def expected(operands, s, exclude):
     positive = np.zeros(s.shape, bool) if o.labels is None else o.labels[:, None] == np.arange(s.shape[1])
     if exclude:
         row, column = np.where(positive, -np.inf, row), np.where(positive, -np.inf, column)
+    if o.guide_x is not None:
+        t = o.guide_x @ o.guide_y.T  # the terms after the first are zeros
+        row = np.where(t <= o.row_threshold[:, None], row, -np.inf)
+        column = np.where(t <= o.column_threshold, column, -np.inf)
     return row, column, positive
 
 
@@ -122,12 +136,12 @@ def close(a, b, tolerance=2e-6):
     )
 
 
-def check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-6, size=64, shape=SHAPE):
-    operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
+def check_sums(k, pairs, masked, per_sample, labels, exclude, guide=False, tolerance=2e-6, size=64, shape=SHAPE):
+    operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, guide=guide, shape=shape)
     z_row, z_column, _ = expected(operands, s, exclude)
     for window, rows, columns in window_of(shape, size):
         for maxima in (False, True):
-            options = {"exclude": exclude, "maxima": maxima}
+            options = {"exclude": exclude, "maxima": maxima, "guide_pairs": pairs}
             row, column = k.sums(operands, window, pairs, columns=True, **options)
             of_rows, of_columns = z_row[rows, columns], z_column[rows, columns]
             assert close(row, of_rows.max(1) if maxima else np.exp2(of_rows).sum(1), tolerance)
@@ -138,13 +152,14 @@ def check_sums(k, pairs, masked, per_sample, labels, exclude, tolerance=2e-6, si
 
 
 def check_weights(
-    k, pairs, masked, per_sample, labels, exclude, columns=True, tolerance=2e-6, rounding=2, size=64, shape=SHAPE
-):
+    k, pairs, masked, per_sample, labels, exclude, columns=True, guide=False, tolerance=2e-6, rounding=2, size=64,
+    shape=SHAPE,
+):  # fmt: skip
     """Checks dS and moments against float64.
 
     `rounding` is the error of bf16 relative to round-to-nearest; the interpreter rounds toward zero.
     """
-    operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, shape=shape)
+    operands, s = make(pairs, masked=masked, per_sample=per_sample, labels=labels, guide=guide, shape=shape)
     z_row, z_column, positive = expected(operands, s, exclude)
     e_row, e_column = np.exp2(z_row), np.exp2(z_column)
     rng = np.random.default_rng(1)
@@ -155,7 +170,8 @@ def check_weights(
     for window, rows, cols in window_of(shape, size):
         d_s = whole[rows, cols]
         for terms in (1, 2):
-            got, row, column = k.ds(operands, weights, window, pairs, exclude=exclude, terms=terms, moments=terms == 2)
+            options = {"exclude": exclude, "terms": terms, "moments": terms == 2, "guide_pairs": pairs}
+            got, row, column = k.ds(operands, weights, window, pairs, **options)
             assert got.dtype == jnp.bfloat16
             d_s_sum = sum(np.asarray(p, np.float64) for p in np.split(got, terms, axis=1))
             assert np.abs(d_s_sum - d_s).max() <= ((rounding * 2**-8) ** terms + tolerance) * np.abs(d_s).max()
@@ -198,6 +214,15 @@ def test_weights_of_rows_only(interpreter, per_sample):
     check_weights(TALL, BF16, True, per_sample, True, False, columns=False)
 
 
+@pytest.mark.parametrize(
+    ("k", "pairs", "per_sample", "exclude"),
+    [(WIDE, BF16, False, True), (TALL, FP32, False, True), (WIDE, BF16, True, False)],
+)
+def test_guide(interpreter, k, pairs, per_sample, exclude):
+    check_sums(k, pairs, True, per_sample, True, exclude, guide=True)
+    check_weights(k, pairs, True, per_sample, True, exclude, guide=True)
+
+
 @pytest.mark.parametrize(("k", "pairs"), [(WIDE, BF16), (TALL, FP32)], ids=["wide", "tall"])
 def test_positives(interpreter, k, pairs):
     check_positives(k, pairs, 128)
@@ -225,8 +250,8 @@ def test_positives_by_id(interpreter, monkeypatch, scale, options):
     check_ids("triton", scale, bx=60, by=90, **options)
 
 
-@pytest.mark.parametrize("per_sample", [False, True])
-def test_blocks_of_a_ring_by_id(interpreter, per_sample):
+@pytest.mark.parametrize(("per_sample", "guide"), [(False, False), (True, False), (False, True)])
+def test_blocks_of_a_ring_by_id(interpreter, per_sample, guide):
     """Columns of another device, sorted by the group numbers of all devices: some rows have no positive there."""
     rng = np.random.default_rng(6)
     bx, by = 70, 90
@@ -235,6 +260,11 @@ def test_blocks_of_a_ring_by_id(interpreter, per_sample):
     scales = [jnp.asarray(rng.uniform(5, 30, n), jnp.float32) for n in (bx, by)]
     scales = scales if per_sample else [jnp.float32(20), None]
     block = LseBlock(jnp.asarray(x), jnp.asarray(y), *scales, x_ids=groups[0], y_ids=groups[1])
+    if guide:
+        features = [jnp.float32(rng.integers(-3, 4, (n, 24)) / 8) for n in (bx, by)]
+        thresholds = [jnp.float32(rng.integers(-9, 99, n) / 64) for n in (bx, by)]
+        names = ("x_guide", "y_guide", "x_threshold", "y_threshold")
+        block = block._replace(**dict(zip(names, features + thresholds, strict=True)))
     fused, strips = LseFused(WIDE, exclude=True), LseStrips(exclude=True)
     got, want = (backend.forward(block) for backend in (fused, strips))
     for a, b in ((got.row_positives, want.row_positives), (got.column_positives, want.column_positives)):
@@ -254,6 +284,26 @@ def test_blocks_of_a_ring_by_id(interpreter, per_sample):
         gradients.append(backend.gradient(block, cotangents, acc, needs))
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert oracle.relative_error(a, b) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("b", "dtype", "kind", "margin", "strategy", "by_id", "masked"),
+    [
+        (70, jnp.bfloat16, "duplicates", 0.0, "absolute", False, True),
+        (50, jnp.float32, "random", 0.25, "relative", False, False),
+        (60, jnp.bfloat16, "random", 0.125, "absolute", True, True),
+    ],
+)
+def test_clip_with_a_guide(interpreter, monkeypatch, b, dtype, kind, margin, strategy, by_id, masked):
+    monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], backend=lambda *_: LseFused(WIDE)))
+    with jax.sharding.use_abstract_mesh(ALONE):
+        oracle_guide.check_clip("triton", b, dtype, kind, margin, strategy, by_id, masked)
+
+
+def test_retrieval_with_a_guide(interpreter, monkeypatch):
+    monkeypatch.setitem(TABLE, "triton", dataclasses.replace(TABLE["triton"], backend=lambda *_: LseFused(TALL)))
+    with jax.sharding.use_abstract_mesh(ALONE):
+        oracle_guide.check_retrieval("triton")
 
 
 def test_infinite_shifts_are_exact_zeros(interpreter):
@@ -354,6 +404,7 @@ def calls(k, w):
     weights = LseWeights(r, c, r)
     shared_ids, single_ids = shared._replace(last=labels), single._replace(last=labels)
     by_id = LseWeights(r, c, None, WeightsByID(r, r, c, c, scale=r[:1]))
+    guide = {"guide_x": x, "guide_y": y, "row_threshold": r, "column_threshold": c}
     by_id_single = LseWeights(r, c, None, WeightsByID(r, r, c, c, row_shift=r, column_shift=c))
     return (
         k.sums(shared, w, one, exclude=False, columns=True, maxima=False),
@@ -366,6 +417,9 @@ def calls(k, w):
         k.ds(single_ids, by_id_single, w, six, exclude=False, terms=2, moments=True),
         k.positive_sums(shared_ids, six, maxima=False),
         k.positive_sums(shared_ids, one, maxima=True),
+        k.sums(shared._replace(**guide), w, one, exclude=True, columns=True, maxima=False, guide_pairs=six),
+        k.ds(shared._replace(**guide), weights, w, one, exclude=True, terms=1, moments=True, guide_pairs=one),
+        k.ds(shared_ids._replace(**guide), by_id, w, six, exclude=True, terms=2, moments=False, guide_pairs=six),
     )
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -385,7 +439,7 @@ jax.eval_shape(sharded, x)
 
 @pytest.mark.parametrize("capability", triton_compile.CAPABILITIES)
 def test_kernels_compile_without_a_gpu(capability):
-    triton_compile.check(capability, KERNELS, 10)
+    triton_compile.check(capability, KERNELS, 13)
 
 
 def device_kernels():
@@ -405,3 +459,8 @@ def test_on_gpu(pairs, masked, per_sample, labels, exclude, shape):
 @pytest.mark.parametrize("pairs", [BF16, FP32])
 def test_positives_on_gpu(pairs):
     check_positives(device_kernels(), pairs, 1024)
+
+
+@pytest.mark.gpu
+def test_duplicates_in_a_guide_stay_on_gpu():
+    oracle_guide.check_duplicates("triton")

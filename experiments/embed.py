@@ -17,7 +17,7 @@ from absl import flags
 from experiments import command_line
 from infcl_jax.data import load_source
 from infcl_jax.inference.feature_files import check_feature_file
-from infcl_jax.run.devices import start_processes
+from infcl_jax.run.build import start_processes
 from infcl_jax.run.embed import embed
 from infcl_jax.run.load import load_encoder
 from infcl_jax.runtime.console import say

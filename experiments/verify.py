@@ -15,7 +15,7 @@ from absl import flags
 
 from experiments import command, command_line
 from infcl_jax import run
-from infcl_jax.run.devices import start_devices
+from infcl_jax.run.build import start_devices
 from infcl_jax.runtime.console import say
 
 _OUTPUT = command_line.shared_flag("output")

@@ -33,7 +33,7 @@ from experiments.benchmarks import photographs
 from infcl_jax import load, run, train
 from infcl_jax.data import Example, Source
 from infcl_jax.data.decode.api import pixels
-from infcl_jax.run.devices import start_devices
+from infcl_jax.run.build import start_devices
 from infcl_jax.runtime.console import say
 from infcl_jax.settings import RunConfig, parse_overrides, with_changes
 

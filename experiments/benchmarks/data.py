@@ -30,8 +30,8 @@ from experiments import command, command_line
 from experiments.benchmarks import harness, photographs
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
-from infcl_jax.data.stages import STAGES, limiting_stage, seconds_name
-from infcl_jax.run.devices import start_devices
+from infcl_jax.data.parallelism import STAGES, limiting_stage, seconds_name
+from infcl_jax.run.build import start_devices
 from infcl_jax.runtime.console import say
 from infcl_jax.settings import RunConfig, with_changes
 

@@ -64,7 +64,7 @@ def start(settings: str, workdir: str, started: str) -> None:
     import jax
 
     import infcl_jax
-    from infcl_jax.run.devices import start_devices
+    from infcl_jax.run.build import start_devices
     from infcl_jax.run.train import train
     from infcl_jax.settings import make_config
     from infcl_jax.training import compiled_step

@@ -12,7 +12,7 @@ from experiments.benchmarks import timing
 from infcl_jax import run
 from infcl_jax.data import TrainIterator
 from infcl_jax.data.decode.device import STAGED_BATCHES
-from infcl_jax.data.stages import limiting_stage
+from infcl_jax.data.parallelism import limiting_stage
 from infcl_jax.settings import RunConfig
 from infcl_jax.training import DataWait, TrainState, rare_garbage_collection
 from infcl_jax.training.step import TrainStep

@@ -12,13 +12,17 @@ from typing import Any
 import grain
 import numpy as np
 
-from infcl_jax.data.bad_records import BAD_RECORDS, as_array
-from infcl_jax.data.checks import check_at_least, process_rows
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.iterator import STATS, Batch, chunk_size, prefetched_batches
-from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_parallelism
-from infcl_jax.data.reader import RecordReader
+from infcl_jax.data.parallelism import (
+    Parallelism,
+    check_at_least,
+    check_shared_memory,
+    choose_parallelism,
+    process_rows,
+)
+from infcl_jax.data.reader import BAD_RECORDS, RecordReader, as_array
 from infcl_jax.data.sources.base import Example, Source
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import SHORTEST_BICUBIC, Resize, resize_center_crop

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from infcl_jax.data.bad_records import BadRecords
-from infcl_jax.data.checks import check_at_least, process_rows
-from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_parallelism
-from infcl_jax.data.sample_order import ProcessRows, describe_records
+from infcl_jax.data.parallelism import (
+    CONCATENATE,
+    GPU_DECODE,
+    Parallelism,
+    ProcessRows,
+    check_at_least,
+    check_shared_memory,
+    choose_parallelism,
+    describe_records,
+    process_rows,
+    take_seconds,
+    timed,
+)
+from infcl_jax.data.reader import BadRecords
 from infcl_jax.data.sources.base import OrderedSource, Source
-from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, take_seconds, timed
 from infcl_jax.data.workers import WorkerFunction, WorkerLost, worker_dataset
 
 if TYPE_CHECKING:

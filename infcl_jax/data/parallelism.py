@@ -1,12 +1,21 @@
-"""Number of reading threads and workers, and of prefetched batches."""
+"""Parallel reading: number of threads and workers, rows of each process, and the time of each stage."""
 
+import contextlib
 import dataclasses
 import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from infcl_jax.data.checks import check_at_least
-from infcl_jax.data.stages import CONCATENATE, GPU_DECODE, READ, TOKENIZE
+import grain
 
+from infcl_jax.data.sources.base import Source, shard_name, source_name
+
+READ, DECODE, TOKENIZE = "read", "decode", "tokenize"  # stages of the reading threads or workers
+CONCATENATE, GPU_DECODE = "concatenate", "gpu_decode"  # stages of the thread that completes a batch
+STAGES = (READ, DECODE, TOKENIZE, CONCATENATE, GPU_DECODE)
 _CGROUP = Path("/sys/fs/cgroup")  # limits of a container, cgroup version 2
 _MEMINFO = Path("/proc/meminfo")
 _SHARED_MEMORY = "/dev/shm"
@@ -20,6 +29,66 @@ _MEMORY_SHARE = 0.25  # fraction of host memory for all batches; checkpoints, ca
 # Cores from which on worker processes read instead of threads. A worker takes seconds and 0.3 GB to start. Threads
 # contend for Python's global lock: they decode at most 5 times as fast as one, see docs/benchmarks.md.
 _WORKER_CORES = 8
+_NAMES = 3  # shards named in a line; a chunk of shuffled records can have as many as it has rows
+
+
+def seconds_name(stage: str) -> str:
+    """Name the seconds of a stage in `TrainIterator.stats`."""
+    return f"seconds/{stage}"
+
+
+class _Seconds(threading.local):
+    """Seconds of the stages in one thread."""
+
+    def __init__(self) -> None:
+        self.by_stage: dict[str, float] = {}
+
+
+_seconds = _Seconds()
+
+
+@contextlib.contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """Add the time of a block to a stage of this thread."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds.by_stage[stage] = _seconds.by_stage.get(stage, 0.0) + time.perf_counter() - start
+
+
+def take_seconds() -> dict[str, float]:
+    """Return this thread's seconds since the last call, by the names of `seconds_name`."""
+    by_stage, _seconds.by_stage = _seconds.by_stage, {}
+    return {seconds_name(stage): seconds for stage, seconds in by_stage.items()}
+
+
+def limiting_stage(stats: Mapping[str, float], readers: int) -> str:
+    """Find the stage that limits the rate of the pipeline, given the seconds of `TrainIterator.stats`.
+
+    All readers run the first three stages. One thread completes the batches with the others.
+    """
+    seconds = {stage: stats.get(seconds_name(stage), 0.0) for stage in STAGES}
+    completing = {stage: seconds.pop(stage) for stage in (CONCATENATE, GPU_DECODE)}
+    limiting = completing if sum(completing.values()) > sum(seconds.values()) / readers else seconds
+    return max(limiting, key=limiting.__getitem__)
+
+
+def process_rows(batch_size: int, process_index: int, process_count: int) -> int:
+    """Return the rows of each of `process_count` processes, which share global batches of `batch_size` rows."""
+    check_at_least(1, batch_size=batch_size, process_count=process_count)
+    if batch_size % process_count:
+        raise ValueError(f"batch_size must be a multiple of the {process_count} processes, got {batch_size}")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
+    return batch_size // process_count
+
+
+def check_at_least(low: int, **values: float | None) -> None:
+    """Check that values are at least `low` or None; messages have their names."""
+    for name, value in values.items():
+        if value is not None and value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +113,7 @@ class Parallelism:
         return self.num_workers or self.num_threads
 
     def advice(self, stage: str) -> str:
-        """Suggest a change that speeds up one of `infcl_jax.data.stages.STAGES`."""
+        """Suggest a change that speeds up one of `infcl_jax.data.parallelism.STAGES`."""
         if stage == CONCATENATE:
             return "try more training processes, each of which concatenates its own rows"
         if stage == GPU_DECODE:
@@ -145,3 +214,43 @@ def _read_cgroup(name: str) -> str | None:
         return (_CGROUP / name).read_text().strip()
     except OSError:
         return None
+
+
+class ProcessRows(grain.MapDataset):
+    """Rows of one process as (global row, sample index) pairs.
+
+    A process has one contiguous block of each global batch. Indices beyond the length address further epochs, in the
+    parent, which has the sample index of every global row of an epoch, and in this dataset.
+    """
+
+    def __init__(self, parent: grain.MapDataset, batch_size: int, process_index: int, process_count: int):
+        super().__init__(parent)
+        self._batch_size = batch_size
+        self._local_size = batch_size // process_count
+        self._offset = process_index * self._local_size
+
+    def __len__(self) -> int:
+        return len(self.parents[0]) // self._batch_size * self._local_size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        step, local_row = divmod(index, self._local_size)
+        row = step * self._batch_size + self._offset + local_row
+        return row, self.parents[0][row]
+
+    def global_batch(self, number: int) -> list[int]:
+        """Return the sample indices of a global batch, over all processes; the first batch has the number 0."""
+        rows = range(number * self._batch_size, (number + 1) * self._batch_size)
+        return [int(self.parents[0][row]) for row in rows]
+
+
+def describe_records(source: Source, indices: Sequence[int]) -> str:
+    """Name the datasets and shards of records without reading them."""
+    sources = ", ".join(dict.fromkeys(source_name(source, index) for index in indices))
+    shards = list(dict.fromkeys(filter(None, (shard_name(source, index) for index in indices))))
+    text = f"{len(indices)} records of {sources}"
+    if shards:
+        more = f" and {len(shards) - _NAMES} more" if len(shards) > _NAMES else ""
+        text += f" in {', '.join(shards[:_NAMES])}{more}"
+    return text

@@ -18,17 +18,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import UInt8
 
-from infcl_jax.data.bad_records import BAD_RECORDS, as_array
-from infcl_jax.data.checks import check_at_least
 from infcl_jax.data.decode.api import DecodedExample, pixels
 from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImage, encoded_image, pack
 from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource, TeacherFeatures, TeacherTokens
 from infcl_jax.data.iterator import STATS, TrainIterator
+from infcl_jax.data.parallelism import TOKENIZE, check_at_least, take_seconds, timed
 from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
-from infcl_jax.data.reader import RecordReader
+from infcl_jax.data.reader import BAD_RECORDS, RecordReader, as_array
 from infcl_jax.data.sources.base import Example, Source
-from infcl_jax.data.stages import TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 from infcl_jax.ops.common.checks import check_choice

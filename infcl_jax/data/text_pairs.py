@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from infcl_jax.data.bad_records import BAD_RECORDS, as_array
-from infcl_jax.data.checks import check_at_least
 from infcl_jax.data.iterator import STATS, TrainIterator
-from infcl_jax.data.reader import read_good
+from infcl_jax.data.parallelism import READ, TOKENIZE, check_at_least, take_seconds, timed
+from infcl_jax.data.reader import BAD_RECORDS, as_array, read_good
 from infcl_jax.data.sources.text_records import Passage
 from infcl_jax.data.sources.text_retrieval import QuerySource, RetrievalExample
-from infcl_jax.data.stages import READ, TOKENIZE, take_seconds, timed
 from infcl_jax.data.tokenizers import BaseTokenizer
 
 LEFT_OUT = "left_out_negatives"  # name in `TrainIterator.stats`, see `RetrievalExample.left_out`

@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.data import BadRecordError, Classes, Source, eval_batches
-from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit, describe_limit
-from infcl_jax.data.checks import process_rows
 from infcl_jax.data.decode import decode_example
 from infcl_jax.data.decode.api import ToImage, pixels
 from infcl_jax.data.decode.pillow import MAX_PIXELS
+from infcl_jax.data.parallelism import process_rows
+from infcl_jax.data.reader import BAD_RECORDS, bad_record_limit, describe_limit
 from infcl_jax.data.sources import Example
 from infcl_jax.data.sources.labels import prompts
 from infcl_jax.data.sources.sample_range import by_image

@@ -12,9 +12,9 @@ from infcl_jax.ops.pairwise.base import accumulation_dtype
 from infcl_jax.planner.activations import encoder_memory, feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
-from infcl_jax.training.ema import initial_ema
 from infcl_jax.training.frozen import partition
 from infcl_jax.training.sharding import bytes_per_device
+from infcl_jax.training.state import initial_ema
 
 
 class StateBytes(NamedTuple):

@@ -20,7 +20,15 @@ from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss, SampleState
 from infcl_jax.losses.base import Targets
-from infcl_jax.models import BertConfig, CLIPConfig, TextConfig, TextPairConfig, build_model, variable_shapes
+from infcl_jax.models import (
+    BertConfig,
+    CLIPConfig,
+    TextConfig,
+    TextPairConfig,
+    build_model,
+    text_pair_config,
+    variable_shapes,
+)
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.run.frozen_towers import FeatureCache, Teacher
 from infcl_jax.run.model import overridden_model, restored_model
@@ -311,3 +319,12 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     @abc.abstractmethod
     def export(self, output: Path, format: str | None, dim: int | None) -> str:
         """Write the latest checkpoint in `origin` for other programs, see `infcl_jax.export`."""
+
+
+def make_run(config: RunConfig, *parts: Any, **further: Any) -> Run:
+    """Return a run of the kind that its model decides; for the other arguments see `Run`."""
+    from infcl_jax.run.image_text import ImageTextRun  # the kinds import this module
+    from infcl_jax.run.text_retrieval import TextRetrievalRun
+
+    kind = ImageTextRun if text_pair_config(config.model) is None else TextRetrievalRun
+    return kind(config, *parts, **further)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_jax.data import TrainIterator
-from infcl_jax.data.stages import limiting_stage
+from infcl_jax.data.parallelism import limiting_stage
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run.base import Run
 from infcl_jax.runtime.console import process_prefix

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from infcl_jax.data import BadRecordError, FeatureStore, Source, TowerInput, eval_batches
-from infcl_jax.data.bad_records import BAD_RECORDS, bad_record_limit
 from infcl_jax.data.dataset_identity import hash_samples
 from infcl_jax.data.parallelism import choose_parallelism, usable_cores
+from infcl_jax.data.reader import BAD_RECORDS, bad_record_limit
 from infcl_jax.data.sources import is_captioned, record_key
 from infcl_jax.inference.encoder import Encoder
 from infcl_jax.inference.feature_files import check_feature_file, write_features

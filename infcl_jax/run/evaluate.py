@@ -8,10 +8,10 @@ from typing import Any
 from infcl_jax import run
 from infcl_jax.evaluation import EvaluationConfig, Suite, TaskResult, flat_metrics, format_table, write_results
 from infcl_jax.evaluation.writers import EVALUATION_FILE, GRID_FILE
-from infcl_jax.run.devices import start_devices, start_processes
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import make_run
+from infcl_jax.run.build import start_devices, start_processes
 from infcl_jax.run.load import load_encoder
-from infcl_jax.run.results import CURVES_FILE, save_curves, say_results
+from infcl_jax.run.loop import CURVES_FILE, save_curves, say_results
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.file_io import replace_text
 from infcl_jax.runtime.processes import is_lead

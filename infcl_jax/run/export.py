@@ -5,7 +5,7 @@ from typing import Any
 
 from infcl_jax.inference.pretrained_tokenizer import copy_tokenizer
 from infcl_jax.models import CLIPConfig, save_pretrained
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import make_run
 from infcl_jax.run.model import saved_config
 from infcl_jax.runtime.console import say
 

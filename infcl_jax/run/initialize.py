@@ -21,7 +21,7 @@ from infcl_jax.run.model import read_model_config, run_of, saved_config
 from infcl_jax.runtime.console import say
 from infcl_jax.settings import InitConfig
 from infcl_jax.training import TrainState, restore_variables
-from infcl_jax.training.ema import initial_ema
+from infcl_jax.training.state import initial_ema
 
 _logger = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from infcl_jax.models.convert import convert, hugging_face, open_source
 from infcl_jax.models.convert.api import default_config
 from infcl_jax.models.convert.sources import HUB_PREFIX, hub_repository
 from infcl_jax.models.open_clip_config import CONFIG_FILE
-from infcl_jax.run.base import Run
+from infcl_jax.run.base import Run, make_run
 from infcl_jax.run.image_text import ImageTextRun
-from infcl_jax.run.kinds import make_run
 from infcl_jax.run.model import saved_config
 from infcl_jax.runtime.mesh import data_mesh, replicate
 from infcl_jax.training import CHECKPOINTS

@@ -11,7 +11,7 @@ from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import make_run
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config
 from infcl_jax.training import TrainState, loss_class

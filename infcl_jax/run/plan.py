@@ -27,10 +27,8 @@ from infcl_jax.planner import (
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run import sample_source
-from infcl_jax.run.base import Run
-from infcl_jax.run.build import load_teacher
-from infcl_jax.run.devices import start_devices
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import Run, make_run
+from infcl_jax.run.build import load_teacher, start_devices
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config, with_total_steps
 from infcl_jax.training.grad_cache import KEEP_MOST

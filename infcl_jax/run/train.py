@@ -16,12 +16,10 @@ from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER
 from infcl_jax.models.registry import MODEL_FILE
 from infcl_jax.run.base import Run
 from infcl_jax.run.batches import Batches, LostWorkers
-from infcl_jax.run.build import build_run
+from infcl_jax.run.build import build_run, start_devices
 from infcl_jax.run.callbacks import Callback, Callbacks
-from infcl_jax.run.devices import start_devices
-from infcl_jax.run.loop import COMPILING, TrainLoop, evaluates, is_evaluated
+from infcl_jax.run.loop import COMPILING, TrainLoop, announce, conclude, evaluates, is_evaluated
 from infcl_jax.run.model import save_base_model, saved_config
-from infcl_jax.run.results import announce, conclude
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE, record_start
 from infcl_jax.runtime.exit_codes import Interrupted

@@ -14,8 +14,7 @@ from infcl_jax.losses import Loss
 from infcl_jax.losses.distilled import TEACHER_INPUTS
 from infcl_jax.models import ResNetConfig, towers_of
 from infcl_jax.models.clip import row_shapes
-from infcl_jax.run.base import Run
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import Run, make_run
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import AnyConfig, RunConfig, make_config, parse_overrides, with_changes
 from infcl_jax.training import TrainState, make_train_step

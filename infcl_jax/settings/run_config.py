@@ -26,7 +26,7 @@ from infcl_jax.training import (
     TextRetrievalConfig,
     UnlockedGroups,
 )
-from infcl_jax.training.rules import check_pairs
+from infcl_jax.training.optimizer_config import check_pairs
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 _COUNT, _FROM_ZERO, _DECAY = Range(1), Range(0), Range(0, 1, below=True)

@@ -15,8 +15,6 @@ from infcl_jax.runtime.workdir import save_config as save_config
 from infcl_jax.runtime.workdir_lock import WorkdirLock as WorkdirLock
 from infcl_jax.training.checkpoint import Checkpointer as Checkpointer
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
-from infcl_jax.training.ema import EMAConfig as EMAConfig
-from infcl_jax.training.ema import evaluated_variables as evaluated_variables
 from infcl_jax.training.frozen import UnlockedGroups as UnlockedGroups
 from infcl_jax.training.frozen import frozen_parameters as frozen_parameters
 from infcl_jax.training.frozen import parameter_groups as parameter_groups
@@ -27,12 +25,14 @@ from infcl_jax.training.grad_cache import NO_CACHE as NO_CACHE
 from infcl_jax.training.grad_cache import GradCacheConfig as GradCacheConfig
 from infcl_jax.training.losses import LOSSES as LOSSES
 from infcl_jax.training.losses import DistillConfig as DistillConfig
+from infcl_jax.training.losses import TextRetrievalConfig as TextRetrievalConfig
 from infcl_jax.training.losses import loss_class as loss_class
 from infcl_jax.training.losses import make_loss as make_loss
 from infcl_jax.training.metrics import METRICS_FILE as METRICS_FILE
 from infcl_jax.training.metrics import MetricWriter as MetricWriter
 from infcl_jax.training.metrics import read_metrics as read_metrics
 from infcl_jax.training.nonfinite import ON_NONFINITE as ON_NONFINITE
+from infcl_jax.training.nonfinite import Safeguards as Safeguards
 from infcl_jax.training.nonfinite import check_finite as check_finite
 from infcl_jax.training.optimizer_config import OptimizerConfig as OptimizerConfig
 from infcl_jax.training.optimizers import check_optimizer as check_optimizer
@@ -40,11 +40,11 @@ from infcl_jax.training.optimizers import learning_rate_schedule as learning_rat
 from infcl_jax.training.optimizers import make_optimizer as make_optimizer
 from infcl_jax.training.replay import replayed as replayed
 from infcl_jax.training.restore import restore_variables as restore_variables
-from infcl_jax.training.safeguards import Safeguards as Safeguards
+from infcl_jax.training.state import EMAConfig as EMAConfig
 from infcl_jax.training.state import TrainState as TrainState
 from infcl_jax.training.state import create_state as create_state
+from infcl_jax.training.state import evaluated_variables as evaluated_variables
 from infcl_jax.training.state import parameter_count as parameter_count
 from infcl_jax.training.step import make_train_step as make_train_step
-from infcl_jax.training.text_retrieval import TextRetrievalConfig as TextRetrievalConfig
 from infcl_jax.training.writers import WRITERS as WRITERS
 from infcl_jax.training.writers import Writer as Writer

@@ -15,15 +15,17 @@ from etils import epath
 from infcl_jax.runtime.outputs import print_line
 from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.training.checkpoint_folder import (
+    ANNOUNCEMENT,
     CHECKPOINTS,
     LATEST,
     CheckpointFolder,
     Retention,
     Say,
+    add_results,
     print_on_lead,
     split_checkpoint,
+    write_manifest,
 )
-from infcl_jax.training.manifest import ANNOUNCEMENT, add_results, write_manifest
 from infcl_jax.training.nonfinite import first_nonfinite_norm
 from infcl_jax.training.restore import array_fields, check_array_types, failure_reason, orbax_fixes, readable
 

@@ -10,8 +10,13 @@ import optax
 
 from infcl_jax.models import TOWERS
 from infcl_jax.models.depth import distances_to_output
-from infcl_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig
-from infcl_jax.training.rules import layer_decay_factors, parameter_names, values_by_rules
+from infcl_jax.training.optimizer_config import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    layer_decay_factors,
+    parameter_names,
+    values_by_rules,
+)
 
 # FastCLIP-v3: at temperatures up to the threshold, the learning rate of the temperature is multiplied by the factor.
 _TEMPERATURE_THRESHOLD, _THRESHOLD_FACTOR = 0.03, 1 / 3

@@ -17,7 +17,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS, CheckpointFolder, print_on_lead
-from infcl_jax.training.ema import evaluated_variables
+from infcl_jax.training.state import evaluated_variables
 
 
 def replicated_shapes(shapes: Any, mesh: Mesh) -> Any:

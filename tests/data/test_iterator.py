@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.iterator import STATS, TrainIterator
+from infcl_jax.data.reader import BAD_RECORDS, as_array
 
 
 class Numbers:

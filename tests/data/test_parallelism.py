@@ -4,14 +4,16 @@ from types import SimpleNamespace
 import pytest
 
 from infcl_jax.data import parallelism
-from infcl_jax.data.parallelism import Parallelism, check_shared_memory, choose_parallelism
-from infcl_jax.data.stages import (
+from infcl_jax.data.parallelism import (
     CONCATENATE,
     DECODE,
     GPU_DECODE,
     READ,
     STAGES,
     TOKENIZE,
+    Parallelism,
+    check_shared_memory,
+    choose_parallelism,
     limiting_stage,
     seconds_name,
     take_seconds,

@@ -18,10 +18,10 @@ from infcl_jax.data import (
     BadRecordError,
     ByteTokenizer,
     eval_batches,
-    stages,
+    parallelism,
     train_iterator,
 )
-from infcl_jax.data.bad_records import BadRecords, bad_record_limit
+from infcl_jax.data.reader import BadRecords, bad_record_limit
 
 TOKENIZER = ByteTokenizer(context_length=16)
 
@@ -252,7 +252,7 @@ def test_workers_start_together_give_the_same_batches_and_resume_either_way(tmp_
     workers = train_iterator(source, augmentation=Augmentation(shift=2), num_workers=2, **kwargs)
     workers.set_state({**threads.get_state(), "next_batch": 1})  # in the middle of the first epoch, of two batches
     assert_equal(list(itertools.islice(workers, 3)), reference[1:4])
-    assert workers.stats()[stages.seconds_name(stages.READ)] > 0
+    assert workers.stats()[parallelism.seconds_name(parallelism.READ)] > 0
     threads.set_state(workers.get_state())
     assert_equal([next(threads)], reference[4:])
     for iterator in (threads, workers):
@@ -445,7 +445,7 @@ def test_seconds_of_all_stages_reach_the_statistics(monkeypatch):
     next(iterator)
     stats = iterator.stats()
     iterator.close()
-    assert all(stats[stages.seconds_name(stage)] > 0 for stage in stages.STAGES[:4])
+    assert all(stats[parallelism.seconds_name(stage)] > 0 for stage in parallelism.STAGES[:4])
 
 
 def test_training_without_captions_is_refused():

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from infcl_jax.data import workers
-from infcl_jax.data.bad_records import BAD_RECORDS, as_array
 from infcl_jax.data.iterator import TrainIterator
+from infcl_jax.data.reader import BAD_RECORDS, as_array
 from infcl_jax.data.workers import WorkerFunction, WorkerLost, WorkersCannotStart, check_guard
 
 FLAG = "_inheriting"  # of a process that imports the script

@@ -12,7 +12,7 @@ from ml_collections import config_flags
 import experiments.command  # noqa: F401  (registers the parsers of settings)
 from configs import base, digits
 from infcl_jax import run, train
-from infcl_jax.run.devices import start_devices
+from infcl_jax.run.build import start_devices
 from infcl_jax.runtime import console
 from infcl_jax.runtime.console import say
 from infcl_jax.settings import (

@@ -7,7 +7,7 @@ import runs
 from configs import base, dpr
 from infcl_jax import run
 from infcl_jax.models import build_model, variable_shapes
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import make_run
 from infcl_jax.settings import check_config, make_config
 
 BERT = 108_891_648  # parameters of bert-base-uncased without its pooler

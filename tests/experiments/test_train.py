@@ -17,8 +17,8 @@ import runs
 from runs import history
 
 from infcl_jax import Callback, train
-from infcl_jax.data.bad_records import BadRecords
 from infcl_jax.data.parallelism import Parallelism
+from infcl_jax.data.reader import BadRecords
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.run import batches, loop
 from infcl_jax.run import train as run_train

@@ -25,7 +25,7 @@ import infcl_jax
 from infcl_jax.evaluation import Suite
 from infcl_jax.run.batches import Batches
 from infcl_jax.training import Checkpointer, MetricWriter
-from infcl_jax.training.manifest import read_results
+from infcl_jax.training.checkpoint_folder import read_results
 from tests import captioned, runs
 
 STEPS, EVAL_EVERY, CHECKPOINT_EVERY = 8, 4, 3

@@ -31,9 +31,8 @@ from infcl_jax.runtime.workdir import save_config
 from infcl_jax.runtime.workdir_lock import Holder, WorkdirLock
 from infcl_jax.settings import check_config, default_config
 from infcl_jax.training import MetricWriter, read_metrics
-from infcl_jax.training.checkpoint_folder import CheckpointFolder
-from infcl_jax.training.manifest import read_results, write_manifest
-from infcl_jax.training.safeguards import Safeguards
+from infcl_jax.training.checkpoint_folder import CheckpointFolder, read_results, write_manifest
+from infcl_jax.training.nonfinite import Safeguards
 from infcl_jax.training.writers import CsvFile, Target
 from tests.faults.apart import counts_of, describe
 from tests.faults.case import BYTES, choose

@@ -9,8 +9,8 @@ import runs
 
 from infcl_jax import run
 from infcl_jax.run import base, image_text, model
+from infcl_jax.run.base import make_run
 from infcl_jax.run.build import build_run
-from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import make_config
 from infcl_jax.training import TextRetrievalConfig
 

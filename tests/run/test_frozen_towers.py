@@ -11,7 +11,7 @@ import runs
 
 from infcl_jax import run
 from infcl_jax.planner import plan_memory
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import make_run
 from infcl_jax.settings import make_config
 
 STEPS = 3

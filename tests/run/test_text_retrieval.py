@@ -17,8 +17,8 @@ import infcl_jax
 from infcl_jax import evaluate, run
 from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.models.convert.text_pair import save_text_pair
+from infcl_jax.run.base import make_run
 from infcl_jax.run.initialize import initialize_pair
-from infcl_jax.run.kinds import make_run
 from infcl_jax.runtime.mesh import replicate, shard_batch
 from infcl_jax.training import make_train_step, restore_variables
 

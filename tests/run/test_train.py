@@ -16,7 +16,7 @@ import runs
 
 import infcl_jax
 from infcl_jax.data import SOURCES, load_source
-from infcl_jax.data.bad_records import BadRecords
+from infcl_jax.data.reader import BadRecords
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run import training_data
 from infcl_jax.run.batches import LOST_WORKERS_FILE, Batches
@@ -25,7 +25,7 @@ from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
 from infcl_jax.settings import make_config
 from infcl_jax.training import WorkdirLock
-from infcl_jax.training.manifest import read_results
+from infcl_jax.training.checkpoint_folder import read_results
 
 SETTINGS = {
     "dataset": "digits",

@@ -8,7 +8,7 @@ import pytest
 import runs
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from infcl_jax.run.devices import start_devices
+from infcl_jax.run.build import start_devices
 from infcl_jax.runtime import compilation_cache
 from infcl_jax.runtime.file_io import user_cache
 

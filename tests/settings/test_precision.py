@@ -8,8 +8,8 @@ import pytest
 
 from infcl_jax import run
 from infcl_jax.planner import device_named
+from infcl_jax.run.base import make_run
 from infcl_jax.run.evaluate import changed_config
-from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import check_config, keep_recorded, make_config, resolved_precision
 
 BF16 = "dtype=bfloat16"

@@ -24,7 +24,7 @@ from infcl_jax.training import (
     prepare_workdir,
     save_config,
 )
-from infcl_jax.training.manifest import read_results
+from infcl_jax.training.checkpoint_folder import read_results
 
 
 class Towers(nn.Module):

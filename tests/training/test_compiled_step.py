@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from infcl_jax import run, train
-from infcl_jax.run.kinds import make_run
+from infcl_jax.run.base import make_run
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import make_config
 from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory

@@ -13,8 +13,8 @@ import infcl_jax
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer
 from infcl_jax.planner import TeacherMemory, plan_memory
+from infcl_jax.run.base import make_run
 from infcl_jax.run.build import load_teacher
-from infcl_jax.run.kinds import make_run
 from infcl_jax.settings import check_config, make_config
 from infcl_jax.training import METRICS_FILE, make_train_step, read_metrics
 

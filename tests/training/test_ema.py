@@ -23,7 +23,7 @@ from infcl_jax.training import (
     make_train_step,
     restore_variables,
 )
-from infcl_jax.training.ema import initial_ema, updated_ema
+from infcl_jax.training.state import initial_ema, updated_ema
 
 pytestmark = pytest.mark.usefixtures("small_arrays_sharded")
 DEVICES, BATCH, DECAY = 4, 32, 0.6

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from infcl_jax.training.manifest import MANIFEST, _replace, read_results, verify, write_manifest
+from infcl_jax.training.checkpoint_folder import MANIFEST, _replace, read_results, verify, write_manifest
 
 FAULTS = Path(__file__).parents[1] / "faults"
 

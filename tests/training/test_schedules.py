@@ -21,8 +21,7 @@ from infcl_jax.training import (
     make_optimizer,
 )
 from infcl_jax.training.frozen import partition
-from infcl_jax.training.optimizer_config import SCHEDULES
-from infcl_jax.training.rules import layer_decay_factors, parameter_names
+from infcl_jax.training.optimizer_config import SCHEDULES, layer_decay_factors, parameter_names
 
 with np.load(Path(__file__).parents[1] / "golden" / "schedules.npz") as file:
     GOLDEN = dict(file)

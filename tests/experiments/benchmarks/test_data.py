@@ -15,7 +15,7 @@ from experiments.benchmarks import open_clip_data, photographs
 from experiments.benchmarks.data import RECORDS_FILE, Readers
 from infcl_jax.data import load_source
 from infcl_jax.data.decode import decode_example
-from infcl_jax.data.stages import STAGES
+from infcl_jax.data.parallelism import STAGES
 from infcl_jax.runtime.mesh import data_mesh
 
 PAIRS = photographs.samples(20, (24, 16))

@@ -22,7 +22,7 @@ from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.step import PICTURE_FILE, RECORDS_FILE
 from experiments.benchmarks.step_case import RandomReader, Settings
 from infcl_jax import siglip_loss
-from infcl_jax.data.stages import STAGES
+from infcl_jax.data.parallelism import STAGES
 from infcl_jax.models import model_config
 from infcl_jax.models.flops import forward_flops
 from infcl_jax.training import GradCacheConfig

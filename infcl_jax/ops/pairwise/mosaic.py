@@ -108,12 +108,13 @@ class MosaicKernels:
         other: tuple[str, str],
         other_x: Array,
         other_pairs: Pairs,
+        **options: Any,
     ) -> TileSchedule:
         """Return the schedule of a window whose tiles take the GEMM of `x` and that of the operands `other`."""
         row_bytes = (x.shape[1] + other_x.shape[1]) * x.dtype.itemsize
         product = Product(*other, term_width(other_x, other_pairs), other_pairs)
         group = max(1, self.group_bytes // (tiles.cluster_columns * row_bytes))
-        return self.schedule(tiles, window, x, pairs, others=(product,), group=group)
+        return self.schedule(tiles, window, x, pairs, others=(product,), group=group, **options)
 
     @traced_once
     def positives(

@@ -158,6 +158,7 @@ class TileSchedule:
       others: further GEMMs of each tile, after that of the operands "x" and "y".
       group: clusters' column tiles per group. All rows of a group precede the next group, so that its column features
         stay in L2. 0: one group.
+      longest_segment: most row tiles of a task. With 1, column vectors are not in registers during the GEMMs.
     """
 
     tiles: Tiles
@@ -171,6 +172,7 @@ class TileSchedule:
     band: bool = False
     others: tuple[Product, ...] = ()
     group: int = 0
+    longest_segment: int = max(SEGMENTS)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -228,7 +230,7 @@ class TileSchedule:
             tasks = self.row_tiles // length * (self.columns // self.tiles.cluster_columns)
             return math.ceil(tasks / self.clusters) * (length + SEGMENT_COST)
 
-        return min((s for s in SEGMENTS if self.row_tiles % s == 0), key=time)
+        return min((s for s in SEGMENTS if s <= self.longest_segment and self.row_tiles % s == 0), key=time)
 
 
 @dataclasses.dataclass(frozen=True)

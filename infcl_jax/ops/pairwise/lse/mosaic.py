@@ -29,6 +29,7 @@ from infcl_jax.ops.pairwise.mosaic_mainloop import run
 from infcl_jax.ops.pairwise.mosaic_schedule import SUBTILE, WGMMA_LAYOUT, Tiles, TileSchedule, WorkTile, broadcast
 
 PER_SAMPLE = Tiles(columns=64, store_slots=2)
+GUIDED_PER_SAMPLE = dataclasses.replace(BACKWARD_OF_TWO, columns=64, store_slots=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +39,27 @@ class LseMosaic(MosaicKernels):
     Attributes:
       per_sample: tile sizes of sums and dS with per-sample scales, which need more registers.
       guided: tile sizes of sums, and of dS, with a guide.
+      guided_per_sample: tile sizes of both with a guide and per-sample scales.
     """
 
     per_sample: Tiles = PER_SAMPLE
     guided: tuple[Tiles, Tiles] = (FORWARD_OF_TWO, BACKWARD_OF_TWO)
+    guided_per_sample: Tiles = GUIDED_PER_SAMPLE
 
     @property
     def all_tiles(self) -> tuple[Tiles, ...]:
         """Tile sizes of all kernels."""
-        return *super().all_tiles, self.per_sample, *self.guided
+        return *super().all_tiles, self.per_sample, *self.guided, self.guided_per_sample
 
     def _schedule(
         self, operands: LseOperands, window: Window, pairs: Pairs, guide_pairs: Pairs, *, backward: bool
     ) -> TileSchedule:
-        x, guide = operands.x, operands.guide_x
+        x, guide, per_sample = operands.x, operands.guide_x, operands.column_scale is not None
         if guide is not None:
-            tiles, other = self.guided[backward], ("guide_x", "guide_y")
-            return self.schedule_of_two(tiles, window, x, pairs, other, guide, guide_pairs)
+            tiles, other = self.guided_per_sample if per_sample else self.guided[backward], ("guide_x", "guide_y")
+            return self.schedule_of_two(tiles, window, x, pairs, other, guide, guide_pairs, longest_segment=1)
         tiles = self.backward_tiles(x, pairs) if backward else self.forward
-        return self.schedule(tiles if operands.column_scale is None else self.per_sample, window, x, pairs)
+        return self.schedule(self.per_sample if per_sample else tiles, window, x, pairs)
 
     @traced_once
     def sums(
@@ -93,13 +96,13 @@ class LseMosaic(MosaicKernels):
                     if not maxima:
                         row, column = _exponentials(row, column)
                     if guide:
-                        kept = _kept(guide[0], row_vectors, column_vectors, i, j)
+                        kept = _kept(work, guide[0], i, j)
                         column = _where_kept(row if column is None else column, kept[1], identity)
                         row = _where_kept(row, kept[0], identity)
-                    reduced = reduce(row, 1)
-                    row_acc = reduced if row_acc is None else combine(row_acc, reduced)
                     if columns:
                         column_acc[j // SUBTILE] = combine(column_acc[j // SUBTILE], row if column is None else column)
+                    reduced = reduce(row, 1)
+                    row_acc = reduced if row_acc is None else combine(row_acc, reduced)
                 work.refs["row"][work.column_tile, pl.ds(work.row + i, SUBTILE)] = row_acc
             return tuple(column_acc)
 
@@ -163,7 +166,7 @@ class LseMosaic(MosaicKernels):
                     if exclude and positives and moments:
                         row, column = _without_positives(work, row, column, i, j)
                     row, column = _exponentials(row, column)
-                    kept = _kept(guide[0], row_vectors, column_vectors, i, j) if guide else (None, None)
+                    kept = _kept(work, guide[0], i, j) if guide else (None, None)
                     if moments:
                         moment = (_where_kept(row, kept[0]) * s_ij).sum(1)
                         row_moment = moment if row_moment is None else row_moment + moment
@@ -214,12 +217,12 @@ def _without_labels(operands: LseOperands) -> LseOperands:
 
 
 def _row_vectors(work: WorkTile) -> list[dict[str, Array]]:
-    names = ["row_scale", "row_shift"] + [name for name in ("row_masked", "row_threshold") if name in work.refs]
+    names = ["row_scale", "row_shift"] + ["row_masked"] * ("row_masked" in work.refs)
     return [{name: work.load_rows(name, i) for name in names} for i in subtile_offsets(work.schedule.tiles.rows)]
 
 
 def _column_names(operands: LseOperands) -> list[str]:
-    names = ("column_shift", "column_scale", "column_masked", "column_threshold")
+    names = ("column_shift", "column_scale", "column_masked")
     return [name for name in names if getattr(operands, name) is not None]
 
 
@@ -271,11 +274,13 @@ def _exponentials(row: Array, column: Array | None) -> tuple[Array, Array | None
     return jnp.exp2(row), None if column is None else jnp.exp2(column)
 
 
-def _kept(t: Array, rows: dict[str, Array], columns: dict[str, Array], i: int, j: int) -> tuple[Array, Array | None]:
+def _kept(work: WorkTile, t: Array, i: int, j: int) -> tuple[Array, Array | None]:
     """Return which pairs of a subtile the guide's similarities `t` leave in the row sums and in the column sums."""
     t = t[i : i + SUBTILE, j : j + SUBTILE]
-    threshold = columns.get("column_threshold")
-    return t <= broadcast(rows["row_threshold"], 0), None if threshold is None else t <= broadcast(threshold, 1)
+    row = t <= broadcast(work.load_rows("row_threshold", i), 0)
+    if "column_threshold" not in work.refs:
+        return row, None
+    return row, t <= broadcast(work.load_columns("column_threshold", j), 1)
 
 
 def _where_kept(values: Array, kept: Array | None, otherwise: float = 0.0) -> Array:

@@ -19,8 +19,7 @@ from experiments.benchmarks.timing import Gemm, Program
 from experiments.command_line import option
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
-from infcl_jax.losses.base import Targets
-from infcl_jax.losses.distilled import TEACHER_INPUTS
+from infcl_jax.losses.base import IMAGE_TEXT_TEACHER, Targets
 from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
@@ -215,7 +214,7 @@ class Case:
             inputs["ids"] = np.stack([ids, ids], axis=1)[first : first + rows]
         if (width := self.settings.teacher_features) is not None:
             rng = np.random.default_rng(jax.process_index())
-            for name in TEACHER_INPUTS:
+            for name in IMAGE_TEXT_TEACHER:
                 features = rng.standard_normal((rows, width), np.float32)
                 inputs[name] = features / np.linalg.norm(features, axis=1, keepdims=True)
         return inputs

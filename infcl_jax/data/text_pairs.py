@@ -54,6 +54,10 @@ class PairTexts:
         tokenizer.context_length = self.query_length
         return tokenizer
 
+    def __call__(self, queries: Sequence[str], passages: Sequence[Passage], prefix: str = "") -> dict[str, np.ndarray]:
+        """Encode n queries and m passages as the entries "query" and "passage" of a batch, with a prefix."""
+        return {f"{prefix}query": self.queries(queries), f"{prefix}passage": self.passages(passages)}
+
     def passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """Encode n passages, with their titles in front, as int32 [n, context_length]."""
         return self.tokenizer([f"{p.title}{self.separator}{p.text}" if p.title else p.text for p in passages])
@@ -68,6 +72,7 @@ class _PairChunk:
     hard_negatives: int
     positive: str
     seed: int
+    teacher: PairTexts | None = None
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
         take_seconds()  # those of a chunk that raised
@@ -77,11 +82,12 @@ class _PairChunk:
         passages = [self._passages(row, example) for (row, _), (example, _) in zip(rows, read, strict=True)]
         size = 1 + self.hard_negatives
         with timed(TOKENIZE):
-            query = self.texts.queries([example.query for example, _ in read])
-            ids = self.texts.passages([p for group in passages for p in (*group, *[Passage("")] * (size - len(group)))])
-        return {
-            "query": query,
-            "passage": ids,
+            queries = [example.query for example, _ in read]
+            padded = [p for group in passages for p in (*group, *[Passage("")] * (size - len(group)))]
+            ids = self.texts(queries, padded)
+            if self.teacher is not None:
+                ids |= self.teacher(queries, padded, "teacher_")
+        return ids | {
             "passage_mask": np.concatenate([np.arange(size) < len(group) for group in passages]),
             "index": np.array([index for _, index in read], np.int64),
             BAD_RECORDS: as_array(bad),
@@ -111,6 +117,7 @@ def pair_iterator(
     num_threads: int | None = None,
     prefetch_batches: int | None = None,
     max_bad_records: float | None = None,
+    teacher: PairTexts | None = None,
 ) -> TrainIterator:
     """Create an endless iterator of training batches of queries with passages.
 
@@ -137,6 +144,7 @@ def pair_iterator(
       num_threads: number of reading threads without workers; None: one per core.
       prefetch_batches: number of batches to prefetch; None: 2.
       max_bad_records: maximum number of different bad records to replace, see `infcl_jax.data.train_iterator`.
+      teacher: tokenization of a teacher, which adds "teacher_query" and "teacher_passage"; None: none.
 
     Returns:
       An iterator of {"query": int32 [b, Lq], "passage": int32 [b (1 + n), L], "passage_mask": bool [b (1 + n)],
@@ -149,7 +157,7 @@ def pair_iterator(
     check_at_least(0, hard_negatives=hard_negatives)
     return TrainIterator(
         source,  # type: ignore[arg-type]
-        _PairChunk(source, texts, hard_negatives, positive, seed),
+        _PairChunk(source, texts, hard_negatives, positive, seed, teacher),
         batch_size=batch_size,
         seed=seed,
         row_bytes=(2 + hard_negatives) * 4 * texts.tokenizer.context_length,

@@ -5,7 +5,7 @@ A training loss is a subclass of `Loss` and a row of `infcl_jax.training.LOSSES`
 
 import abc
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from jax.sharding import Mesh
@@ -22,21 +22,41 @@ if TYPE_CHECKING:
 # Inputs of a loss with sample state, in addition to the model output.
 SAMPLE_INPUTS = ("index", "samples", "step")
 
+# Features `[b, Dt]` of the encoders of a frozen teacher, inputs of a loss with distillation or with guided negatives.
+IMAGE_TEXT_TEACHER = ("teacher_image", "teacher_text")
+RETRIEVAL_TEACHER = ("teacher_query", "teacher_passage")
+TEACHER_INPUTS = IMAGE_TEXT_TEACHER + RETRIEVAL_TEACHER
+
+
+@dataclasses.dataclass(frozen=True)
+class Guide:
+    """Negatives that a frozen teacher leaves, see `guide` of `infcl_jax.clip_loss`.
+
+    Attributes:
+      margin: margin by which the teacher's similarity of a positive is lowered.
+      margin_strategy: unit of the margin, see `infcl_jax.clip_loss`.
+    """
+
+    margin: float = 0.0
+    margin_strategy: str = "absolute"
+
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """Targets of a loss over one batch.
+    """Targets and negatives of a loss over one batch.
 
     Attributes:
       positives: "pair": the positive of an image is its own text. Else the batch has ids, and all pairs with equal ids
         are positives, see `infcl_jax.clip_loss`.
       multi_positive: "mean" or "any", see `infcl_jax.clip_loss`.
       label_smoothing: share of each target that is spread over all pairs, see `infcl_jax.clip_loss`.
+      guide: negatives by the features of a teacher; None: all other pairs are negatives.
     """
 
     positives: str = "pair"
     multi_positive: str = "mean"
     label_smoothing: float = 0.0
+    guide: Guide | None = None
 
     @property
     def by_id(self) -> bool:
@@ -92,6 +112,7 @@ class Loss(abc.ABC):
         CLIP's 100 (Radford et al. 2021, section 2.5), or `math.inf` with a sigmoid.
       inputs: keyword arguments of `__call__`: `SAMPLE_INPUTS` for losses with sample state, none by default. With
         positives by id, `__call__` also takes "ids", see `batch_inputs`.
+      guide_inputs: features of a guide that the loss reads; none if it supports no guide.
       implementations: implementations that the loss supports.
 
     Raises:
@@ -105,6 +126,7 @@ class Loss(abc.ABC):
     max_logit_scale: float = 100.0
 
     inputs: ClassVar[tuple[str, ...]] = ()
+    guide_inputs: ClassVar[tuple[str, ...]] = ()
     implementations: ClassVar[Collection[str]] = IMPLEMENTATIONS
 
     def __post_init__(self) -> None:
@@ -120,8 +142,15 @@ class Loss(abc.ABC):
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
-        """Keyword arguments of `__call__`: `inputs`, and "ids" with positives by id."""
-        return (*self.inputs, "ids") if self.targets.by_id else self.inputs
+        """Keyword arguments of `__call__`: `inputs`, "ids" with positives by id, and `guide_inputs` with a guide."""
+        ids = ("ids",) if self.targets.by_id else ()
+        return (*self.inputs, *ids, *(() if self.targets.guide is None else self.guide_inputs))
+
+    def guide_options(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a loss function on its guide; none without one."""
+        if self.targets.guide is None:
+            return {}
+        return {"guide": tuple(inputs[name] for name in self.guide_inputs), **dataclasses.asdict(self.targets.guide)}
 
     @property
     def axis_name(self) -> AxisName | None:

@@ -1,12 +1,12 @@
 """Symmetric InfoNCE loss of CLIP."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
-from infcl_jax.losses.base import Loss, LossOutput
+from infcl_jax.losses.base import IMAGE_TEXT_TEACHER, Loss, LossOutput
 from infcl_jax.losses.batch import Array, AxisName, check_pairs, checked_scalar, checked_weights, over_mesh
 from infcl_jax.losses.directions import (
     count_extra_positives,
@@ -172,6 +172,8 @@ class ClipLoss(Loss):
       0.39
     """
 
+    guide_inputs: ClassVar[tuple[str, ...]] = IMAGE_TEXT_TEACHER
+
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch."""
         image, text, scale, _ = output
@@ -187,5 +189,6 @@ class ClipLoss(Loss):
             multi_positive=self.targets.multi_positive,
             label_smoothing=self.targets.label_smoothing,
             implementation=self.implementation,
+            **self.guide_options(inputs),
         )
         return LossOutput(value, extra_positives=count_extra_positives(ids))

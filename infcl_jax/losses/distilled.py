@@ -3,16 +3,13 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from infcl_jax.losses.base import ONE_POSITIVE, Loss, LossOutput
+from infcl_jax.losses.base import IMAGE_TEXT_TEACHER, ONE_POSITIVE, Loss, LossOutput
 from infcl_jax.losses.clip import ClipLoss
 from infcl_jax.losses.distillation import IMPLEMENTATIONS, clip_and_distillation, distillation_loss
 from infcl_jax.ops.common.checks import check_choice
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput
-
-# Inputs of a loss with distillation, in addition to the model output: the teacher's features `[b, Dt]`.
-TEACHER_INPUTS = ("teacher_image", "teacher_text")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class DistilledLoss(Loss):
     @property
     def batch_inputs(self) -> tuple[str, ...]:
         """Keyword arguments of `__call__`: those of the loss, and the teacher's features."""
-        return (*self.loss.batch_inputs, *TEACHER_INPUTS)
+        return (*self.loss.batch_inputs, *IMAGE_TEXT_TEACHER)
 
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:
         """Compute the loss of the model output for the global batch.
@@ -73,7 +70,7 @@ class DistilledLoss(Loss):
           output: model output, see `Loss`.
           **inputs: the arrays named in `batch_inputs`.
         """
-        teacher = (*(inputs.pop(name) for name in TEACHER_INPUTS), self.teacher_scale)
+        teacher = (*(inputs.pop(name) for name in IMAGE_TEXT_TEACHER), self.teacher_scale)
         operands = (output.image, output.text, output.logit_scale, *teacher)
         options: dict[str, Any] = {"axis_name": self.axis_name, "mesh": self.mesh}
         options["implementation"] = self.implementation

@@ -47,7 +47,7 @@ class Workload:
       ema: whether the state has moving averages of the parameters.
       sample_bytes: bytes of a global contrastive loss's sample state on each device.
       passages: passages of each query of a `TextPair`.
-      teacher: teacher of a run with distillation; None: no distillation.
+      teacher: teacher of a run with distillation or guided negatives; None: neither.
       by_id: whether positives are given by id, see `infcl_jax.clip_loss`.
 
     Raises:
@@ -142,7 +142,7 @@ class MemoryPlan:
       optimizer: optimizer state; one device's shard with "fsdp".
       ema: moving averages of the parameters; one device's shard with "fsdp".
       samples: sample state of a global contrastive loss.
-      teacher: parameters and features of the teacher of a run with distillation.
+      teacher: parameters and features of the teacher.
       gradients: gradients accumulated over chunks. With "fsdp" also the gathered parameters. With residency "host" or
         "replay" also the encoders' copy of the parameters and the gradients of the loss's own use of them.
       updates: optimizer updates, separate from the accumulated gradients.
@@ -256,7 +256,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         optimizer=state.optimizer,
         ema=state.ema if workload.ema else 0,
         samples=workload.sample_bytes,
-        teacher=0 if teacher is None else teacher.persistent(workload.block_rows),
+        teacher=0 if teacher is None else teacher.persistent(workload.block_rows, workload.passages),
         gradients=state.gradients(on_device),
         updates=state.updates,
         batch=sum(row_bytes[name] * (r.block if on_device else min(r.block, 2 * r.shard)) for name, r in rows.items()),
@@ -266,7 +266,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         transient=max(
             *(transient for _, transient in activations),
             *(encoders[name].forward(rows[name].shard) for name in frozen if name not in workload.precomputed),
-            0 if teacher is None else teacher.forward(workload.shard_rows),
+            0 if teacher is None else teacher.forward(max(r.shard for r in rows.values())),
             0,
         ),
         loss=loss_workspace(workload.implementation, loss_rows, width, dtype, workload.devices, by_id=workload.by_id)

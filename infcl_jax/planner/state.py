@@ -65,7 +65,7 @@ def state_bytes(
 
 
 class TeacherMemory(NamedTuple):
-    """Teacher of a run with distillation, for `Workload`.
+    """Teacher of a run with distillation or guided negatives, for `Workload`.
 
     Examples:
       >>> teacher = TeacherMemory(model)
@@ -77,15 +77,16 @@ class TeacherMemory(NamedTuple):
       cached: whether batches have its features in place of its parameters in device memory.
     """
 
-    model: CLIP
+    model: CLIP | TextPair
     cached: bool = False
 
-    def persistent(self, block_rows: int) -> int:
-        """Bytes of the parameters and of a batch's features.
+    def persistent(self, block_rows: int, passages: int = 1) -> int:
+        """Bytes of the parameters and of the features of a batch with `passages` for each query.
 
         With the cache, bytes of the features of two batches alone.
         """
-        features = 2 * block_rows * feature_width(self.model) * jnp.dtype(self.model.feature_dtype).itemsize
+        row_bytes = feature_width(self.model) * jnp.dtype(self.model.feature_dtype).itemsize
+        features = (1 + passages) * block_rows * row_bytes
         return 2 * features if self.cached else features + tree_bytes(variable_shapes(self.model))
 
     def forward(self, shard_rows: int) -> int:

@@ -11,15 +11,14 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.data import FeatureStore, Source, TrainIterator, check_vocabulary, load_tokenizer
-from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
+from infcl_jax.data import FeatureStore, PairTexts, Source, TrainIterator, check_vocabulary, load_tokenizer
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer
 from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss, SampleState
-from infcl_jax.losses.base import Targets
+from infcl_jax.losses.base import Guide, Targets
 from infcl_jax.models import (
     BertConfig,
     CLIPConfig,
@@ -30,7 +29,7 @@ from infcl_jax.models import (
     variable_shapes,
 )
 from infcl_jax.models.clip import row_shapes
-from infcl_jax.run.frozen_towers import FeatureCache, Teacher
+from infcl_jax.run.frozen_towers import FeatureCache, Teacher, TeacherInputs
 from infcl_jax.run.model import overridden_model, restored_model
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import RunConfig, total_steps
@@ -139,6 +138,11 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
             )
         return tokenizer
 
+    @property
+    def texts(self) -> BaseTokenizer | PairTexts:
+        """Tokenization of the texts of a batch."""
+        return self.tokenizer
+
     @functools.cached_property
     def loss(self) -> Loss:
         """Training loss on the mesh."""
@@ -147,12 +151,13 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     def make_loss(self, teacher_scale: float) -> Loss:
         """Create the loss for a teacher with this inverse temperature, see `infcl_jax.run.loss`."""
         config = self.config
+        guide = None if config.guide.model is None else Guide(config.guide.margin, config.guide.margin_strategy)
         loss = make_loss(
             config.loss,
             self.mesh,
             config.implementation,
             config.max_logit_scale,
-            targets=Targets(config.positives, config.multi_positive, config.label_smoothing),
+            targets=Targets(config.positives, config.multi_positive, config.label_smoothing, guide),
             config=config.global_contrastive,
             # A batch larger than the dataset is an error of `training_data`, which names both sizes.
             steps_per_epoch=max(1, self.samples // config.batch_size),
@@ -266,7 +271,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
                 own = self.model, state.variables, self.tokenizer, self.config.cache_frozen
                 features = cache.features(towers, *own, "frozen")  # type: ignore[arg-type]
             if self.teacher is not None:
-                teacher = self.teacher.inputs(self.tokenizer, cache)
+                teacher = self.teacher.inputs(self.texts, cache)
         return self.read(self.tokenizer, features, teacher)
 
     @abc.abstractmethod
@@ -274,7 +279,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         self,
         tokenizer: BaseTokenizer,
         features: Mapping[str, FeatureStore] | None = None,
-        teacher: TeacherTokens | TeacherFeatures | None = None,
+        teacher: TeacherInputs | None = None,
     ) -> TrainIterator:
         """Create the endless iterator over this process's rows of batches, see `infcl_jax.run.training_data`."""
 

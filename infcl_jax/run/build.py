@@ -1,5 +1,6 @@
 """Start of a run: its devices, its settings resolved, its parts built."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import jax
 from jax.sharding import Mesh
 
 from infcl_jax.data.decode import gpu_decoder_installed
+from infcl_jax.inference.text_encoder import TextEncoder
 from infcl_jax.run.base import Run, make_run
 from infcl_jax.run.frozen_towers import Teacher, on_host
-from infcl_jax.run.load import load_encoder
+from infcl_jax.run.load import load
 from infcl_jax.run.model import DEFAULT_MODEL
 from infcl_jax.runtime import compilation_cache, distributed, jax_start
 from infcl_jax.runtime.console import say
@@ -53,8 +55,7 @@ def build_run(
     fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
     check_fixed(changed, fixed, origin or "", "keep it, or choose another --workdir")
     doing("preparing the model")
-    teacher = None if config.distill.teacher is None else load_teacher(config, mesh)
-    run = make_run(config, mesh, source, origin, recorded, changed, teacher, check)
+    run = make_run(config, mesh, source, origin, recorded, changed, load_teacher(config, mesh), check)
     # Wrong settings end the run here, before its state is created.
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
@@ -62,11 +63,19 @@ def build_run(
     return run
 
 
-def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher:
-    """Load the teacher of a run."""
-    encoder, limit = load_encoder(config.distill.teacher, mesh=flat_mesh(mesh)), config.max_logit_scale
-    scale = encoder.logit_scale if limit is None else min(encoder.logit_scale, limit)
-    return Teacher(encoder.model, on_host(encoder.variables), encoder.tokenizer, scale, config.distill.cache)
+def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
+    """Load the teacher of a run; None without one."""
+    if config.teacher is None:
+        return None
+    encoder = load(config.teacher.path, mesh=flat_mesh(mesh))
+    if isinstance(encoder, TextEncoder) != (config.loss == "retrieval"):
+        inputs = "queries and passages" if config.loss == "retrieval" else "images and texts"
+        raise ValueError(f"expected {config.teacher.path_setting} to be a model of {inputs}, got {encoder!r}")
+    model, variables, cache = encoder.model, on_host(encoder.variables), config.teacher.cache
+    if isinstance(encoder, TextEncoder):
+        return Teacher(model, variables, encoder.texts, encoder.config.logit_scale, cache)
+    limit = math.inf if config.max_logit_scale is None else config.max_logit_scale
+    return Teacher(model, variables, encoder.tokenizer, min(encoder.logit_scale, limit), cache)
 
 
 def start_devices(config: RunConfig, workdir: str | Path | None = None) -> Mesh:

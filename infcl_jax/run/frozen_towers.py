@@ -9,11 +9,11 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
-from infcl_jax.data import FeatureStore, TowerInput, cache_features, feature_key
+from infcl_jax.data import FeatureStore, PairTexts, TowerInput, cache_features, feature_key
 from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
-from infcl_jax.models import CLIP, TOWERS
+from infcl_jax.models import CLIP, TOWERS, TextPair
 from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.processes import gather, local_processes
 from infcl_jax.training import GradCacheConfig
@@ -24,8 +24,10 @@ from infcl_jax.training.teacher import with_teacher
 if TYPE_CHECKING:
     from infcl_jax.run.base import Run
 
+TeacherInputs = TeacherTokens | TeacherFeatures | PairTexts  # entries that batches have for a teacher
+
 _FOLDER = "features"  # in the work directory
-_IN_WORKDIR = "workdir"  # value of cache_frozen and distill.cache
+_IN_WORKDIR = "workdir"  # value of cache_frozen, distill.cache and guide.cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,35 +77,43 @@ def on_host(variables: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Teacher:
-    """Teacher of a run.
+    """Frozen model of a run with distillation or guided negatives.
 
     Attributes:
       model: its model.
       variables: its variables on the host; None once all of its features are cached.
-      tokenizer: its tokenizer.
+      texts: its tokenizer; that of queries and passages for text retrieval.
       scale: inverse temperature of its similarities, at most `max_logit_scale` if that is set.
       cache: folder of its cached features, or "workdir"; None: it encodes the batch of each step.
     """
 
-    model: CLIP
+    model: CLIP | TextPair
     variables: Any
-    tokenizer: BaseTokenizer
+    texts: BaseTokenizer | PairTexts
     scale: float
     cache: str | None
 
-    def inputs(self, tokenizer: BaseTokenizer, cache: FeatureCache) -> TeacherTokens | TeacherFeatures | None:
+    def inputs(self, texts: BaseTokenizer | PairTexts, cache: FeatureCache) -> TeacherInputs | None:
         """Return cached features, or the tokens of a teacher with another tokenizer than the student; else None.
 
         All processes must call this method, which computes the features that the cache lacks.
         """
         if self.cache is not None:
-            arguments = self.model, self.variables, self.tokenizer, self.cache
-            features = TeacherFeatures(cache.features(tuple(TOWERS), *arguments, "teacher's"))
+            arguments = self.model, self.variables, self.texts, self.cache
+            features = TeacherFeatures(cache.features(tuple(TOWERS), *arguments, "teacher's"))  # type: ignore[arg-type]
             self.variables = None
             return features
-        theirs, ours = (TowerInput("text", 0, each).fingerprint() for each in (self.tokenizer, tokenizer))
-        return None if theirs == ours else TeacherTokens(self.tokenizer)
+        if _fingerprint(self.texts) == _fingerprint(texts):
+            return None
+        return self.texts if isinstance(self.texts, PairTexts) else TeacherTokens(self.texts)
 
     def with_features(self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
         """Return a step that gets the teacher's features of its batch, encoded in the chunks of the step."""
         return step if self.cache is not None else with_teacher(step, self.model, self.variables, mesh, cache)
+
+
+def _fingerprint(texts: BaseTokenizer | PairTexts) -> tuple[Any, ...]:
+    """Return what decides the token ids of texts."""
+    if isinstance(texts, PairTexts):
+        return *_fingerprint(texts.tokenizer), texts.query_tokenizer.context_length, texts.separator
+    return (TowerInput("text", 0, texts).fingerprint(),)

@@ -24,7 +24,6 @@ from infcl_jax.data import (
 )
 from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
-from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite
@@ -35,7 +34,7 @@ from infcl_jax.inference.pretrained_tokenizer import (
     pretrained_tokenizer,
     suitable_tokenizer,
 )
-from infcl_jax.losses.distilled import TEACHER_INPUTS
+from infcl_jax.losses.base import IMAGE_TEXT_TEACHER
 from infcl_jax.losses.matryoshka import checked_dims
 from infcl_jax.models import CLIPConfig, build_model, save_pretrained
 from infcl_jax.models.convert import export_stablehlo, open_source
@@ -116,7 +115,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         self,
         tokenizer: BaseTokenizer,
         features: Mapping[str, FeatureStore] | None = None,
-        teacher: TeacherTokens | TeacherFeatures | None = None,
+        teacher: Any = None,
     ) -> TrainIterator:
         """Create the iterator over training batches, see `infcl_jax.run.training_data`."""
         config, local = self.config, local_processes()
@@ -170,7 +169,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
             inputs["index"] = batch["index"].astype(np.int32)
         if self.config.positives != "pair":
             inputs["ids"] = batch["ids"]
-        return inputs | {name: batch[name] for name in TEACHER_INPUTS if name in batch}
+        return inputs | {name: batch[name] for name in IMAGE_TEXT_TEACHER if name in batch}
 
     def batch_shapes(self) -> dict[str, Any] | None:
         """Return the shape, dtype and sharding of each array of a batch, to compile the step before the first one.
@@ -178,7 +177,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         None if the batch is not in device memory, or if it has more than images, texts, sample indices and ids.
         """
         config = self.config
-        if config.grad_cache.residency != "device" or self.precomputed or config.distill.teacher is not None:
+        if config.grad_cache.residency != "device" or self.precomputed or config.teacher is not None:
             return None
         side, rows = self.model_config.vision.image_size, config.batch_size
         shapes: dict[str, tuple[Any, ...]] = {

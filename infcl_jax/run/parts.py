@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from infcl_jax.data import FeatureStore, Source, Tokenizer, TrainIterator
-from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.losses import Loss
 from infcl_jax.run.base import make_run
+from infcl_jax.run.frozen_towers import TeacherInputs
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config
 from infcl_jax.training import TrainState, loss_class
@@ -52,7 +52,7 @@ def training_data(
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     features: Mapping[str, FeatureStore] | None = None,
-    teacher: TeacherTokens | TeacherFeatures | None = None,
+    teacher: TeacherInputs | None = None,
 ) -> TrainIterator:
     """Create the endless iterator over this process's rows of training batches.
 
@@ -69,7 +69,8 @@ def training_data(
       tokenizer: tokenizer of the captions; None: `text_tokenizer(config)`.
       mesh: devices over which the batch is sharded; None: all.
       features: cached features of frozen towers, from `infcl_jax.data.cache_features`.
-      teacher: tokens or cached features of a teacher, see `infcl_jax.data.feature_store`.
+      teacher: tokens or cached features of a teacher, see `infcl_jax.data.feature_store`; for text retrieval its
+        `PairTexts`.
 
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.

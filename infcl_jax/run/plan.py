@@ -67,8 +67,8 @@ def plan(
       the time of a step. Lines without a final newline.
 
     Raises:
-      ValueError: an argument or a setting is wrong, `distill.teacher` holds no model, or no number of GPUs up to
-        `target` fits.
+      ValueError: an argument or a setting is wrong, `distill.teacher` or `guide.model` holds no model, or no number of
+        GPUs up to `target` fits.
     """
     for name, value in (("devices", devices), ("memory_gib", memory_gib)):
         if value is not None and not value > 0:
@@ -86,8 +86,7 @@ def plan(
             count, limit = devices or start_devices(config).size, limit or device_memory_limit()
         else:
             count, limit = devices or 1, limit or gpu.memory_limit
-        teacher = None if config.distill.teacher is None else load_teacher(config, data_mesh())
-        run = make_run(config, source=source, teacher=teacher)
+        run = make_run(config, source=source, teacher=load_teacher(config, data_mesh()))
         workload = run_workload(run, count, limit, None if gpu is None else gpu.implementation)
         if gpu is None or limit is None:
             return _memory_plan(workload, limit)

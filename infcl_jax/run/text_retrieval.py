@@ -20,11 +20,11 @@ from infcl_jax.data import (
     read_judgments,
     read_questions,
 )
-from infcl_jax.data.feature_store import TeacherFeatures, TeacherTokens
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer
 from infcl_jax.inference.text_encoder import TextEncoder
+from infcl_jax.losses.base import RETRIEVAL_TEACHER
 from infcl_jax.models import TextPairConfig, text_pair_config
 from infcl_jax.run.base import Run
 from infcl_jax.run.initialize import initialize_pair, open_bert
@@ -65,6 +65,11 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
             )
         return PairTexts(tokenizer, length, self.config.text_retrieval.separator)
 
+    @property
+    def texts(self) -> PairTexts:
+        """Tokenization of queries and passages."""
+        return self.pair_texts(self.tokenizer)
+
     def open_data(self) -> Source:
         """Open the training data, see `infcl_jax.data.QuerySource`."""
         return cast(Source, QuerySource(self.config.dataset, self.config.split))
@@ -73,22 +78,24 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
         self,
         tokenizer: BaseTokenizer,
         features: Mapping[str, FeatureStore] | None = None,
-        teacher: TeacherTokens | TeacherFeatures | None = None,
+        teacher: Any = None,
     ) -> TrainIterator:
         """Create the iterator over training batches, see `pair_iterator`."""
-        del features, teacher  # without frozen towers and teachers
+        del features  # without frozen towers
         settings = self.config.text_retrieval
         return pair_iterator(
             cast(QuerySource, self.source),
             self.pair_texts(tokenizer),
             hard_negatives=settings.hard_negatives,
             positive=settings.positive,
+            teacher=teacher,
             **self.reading(),
         )
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return queries, passages and the mask of passages."""
-        return {name: batch[name] for name in ("query", "passage", "passage_mask")}
+        """Return queries, passages, the mask of passages, and what the teacher needs."""
+        inputs = {name: batch[name] for name in ("query", "passage", "passage_mask")}
+        return inputs | {name: batch[name] for name in RETRIEVAL_TEACHER if name in batch}
 
     def evaluations(self, tokenizer: BaseTokenizer) -> TextRetrievalSuite:
         """Open the corpus and the questions, see `infcl_jax.run.evaluation_suite`."""

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from infcl_jax.losses import Loss
-from infcl_jax.losses.distilled import TEACHER_INPUTS
+from infcl_jax.losses.base import TEACHER_INPUTS
 from infcl_jax.models import ResNetConfig, towers_of
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.run.base import Run, make_run
@@ -36,8 +36,9 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
 
     The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
     sharding of the configuration. Its model has towers of one small layer in fp32 without dropout, its batch four
-    random pairs for each device, with random features of a teacher. Queries have random passages, of which some are
-    masked. Nothing is read from disk. Then one step of the optimizer must move all trained groups and no frozen one.
+    random pairs for each device, with random features of a teacher or guide. Queries have random passages, of which
+    some are masked. Nothing is read from disk. Then one step of the optimizer must move all trained groups and no
+    frozen one.
 
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")
@@ -122,26 +123,24 @@ def _random_batch(run: Run, loss: Loss) -> dict[str, np.ndarray]:
     The passages of a query are `[p, t]`, the positive first, which is never masked.
     """
     rng, rows, passages = np.random.default_rng(run.config.seed), run.config.batch_size, run.passages
-    batch = {}
+    batch: dict[str, np.ndarray] = {}
     if "passage_mask" in loss.batch_inputs:
         batch["passage_mask"] = np.arange(passages) < rng.integers(1, passages, (rows, 1), endpoint=True)
     for name, row in row_shapes(run.model, rows).items():
         shape = (rows, passages, *row.shape[1:]) if name == "passage" else row.shape
         low, high = (0, 256) if row.dtype == np.uint8 else (1, run.model_config.text.vocab_size)
         batch[name] = rng.integers(low, high, shape, dtype=row.dtype)
-    shape = rows, _TEACHER_WIDTH
     index, ids = rng.permutation(2 * rows)[:rows], rng.integers(0, [1, max(2, rows // 2)], (rows, 2), dtype=np.int32)
-    teacher = {name: rng.normal(size=shape).astype(np.float32) for name in TEACHER_INPUTS}
-    return batch | {
-        "index": index.astype(np.int32),
-        "ids": ids,
-        **{name: features / np.linalg.norm(features, axis=1, keepdims=True) for name, features in teacher.items()},
-    }
+    for name in TEACHER_INPUTS:
+        shape = (rows, passages) if name == "teacher_passage" else (rows,)
+        features = rng.normal(size=(*shape, _TEACHER_WIDTH)).astype(np.float32)
+        batch[name] = features / np.linalg.norm(features, axis=-1, keepdims=True)
+    return batch | {"index": index.astype(np.int32), "ids": ids}
 
 
 def _flat_passages(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the axes of queries and passages, as in the batches of the step and the loss."""
-    return {name: a.reshape(-1, *a.shape[2:]) if name.startswith("passage") else a for name, a in batch.items()}
+    return {name: a.reshape(-1, *a.shape[2:]) if "passage" in name else a for name, a in batch.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,7 @@ _IMAGES_ONLY: dict[str, Any] = {
     "evaluation.retrieval_dataset": None,
     "evaluation.zero_shot_dataset": None,
     "optimizer.layer_decay": (1.0, 1.0),
+    "guide.cache": None,
 }
 _PASSAGES_ONLY = ("text_retrieval.corpus", "grad_cache.passage_chunk_size")  # None without text retrieval
 
@@ -103,7 +104,7 @@ def _task_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """Yield rules on the positives, the teacher and the prefixes of the loss, and on what they need of a batch."""
-    loss, positives, teacher = config.loss, config.positives, config.distill.teacher is not None
+    loss, positives = config.loss, config.positives
     by_id, plain = positives != "pair", loss != "retrieval" and not loss_class(loss).inputs
     got = f"got {positives!r}"
     yield by_id and loss not in ("clip", "siglip"), f"expected positives='pair' with loss={loss!r}, {got}"
@@ -117,17 +118,22 @@ def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     images = "image" in config.frozen and cached
     yield positives == "label" and images, f"expected other positives than 'label' with cached image features, {got}"
     checked_dims("matryoshka", config.matryoshka)
-    for name, given in (("matryoshka", bool(config.matryoshka)), ("distill.teacher", teacher)):
+    distilled, guided = config.distill.path is not None, config.guide.path is not None
+    for name, given in (("matryoshka", bool(config.matryoshka)), ("distill.teacher", distilled)):
         yield given and not plain, f"expected loss clip or siglip with {name}, got {loss}"
+    yield guided and loss not in ("clip", "retrieval"), f"expected loss clip or retrieval with guide.model, got {loss}"
+    yield guided and distilled, "expected guide.model or distill.teacher, got both; leave one out"
     replays = config.grad_cache.residency == "replay"
-    needs = {"loss 'retrieval'": loss == "retrieval", f"{positives=}": by_id, "distill.teacher": teacher}
+    needs = {"loss 'retrieval'": loss == "retrieval", f"{positives=}": by_id}
+    if (teacher := config.teacher) is not None:
+        needs[teacher.path_setting] = True
+        yield (
+            cached and teacher.cache is None,
+            f"expected {teacher.prefix}cache with {teacher.path_setting} and cache_frozen, got None; the teacher would "
+            "need images and texts, which are not read",
+        )
     for name, needed in needs.items():
         yield needed and replays, f"expected grad_cache.residency 'device' or 'host' with {name}, got 'replay'"
-    yield (
-        teacher and cached and config.distill.cache is None,
-        "expected distill.cache with distill.teacher and cache_frozen, got None; the teacher would need images and "
-        "texts, which are not read",
-    )
 
 
 def _tower_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:

@@ -22,6 +22,7 @@ from infcl_jax.training import (
     EMAConfig,
     GlobalContrastiveConfig,
     GradCacheConfig,
+    GuideConfig,
     OptimizerConfig,
     TextRetrievalConfig,
     UnlockedGroups,
@@ -230,6 +231,7 @@ class RunConfig(Section):
         0.0, 'share of each target of the loss "clip" that is spread over the whole batch', _DECAY
     )
     distill: DistillConfig = DistillConfig()
+    guide: GuideConfig = GuideConfig()
 
     global_contrastive: GlobalContrastiveConfig = GlobalContrastiveConfig()
 
@@ -316,6 +318,11 @@ class RunConfig(Section):
         "first and last step of a trace of jax.profiler, such as (100, 110), in WORKDIR/profile; (): none",
         Range(1, MOST_STEPS),
     )
+
+    @property
+    def teacher(self) -> DistillConfig | GuideConfig | None:
+        """Settings of the loss that reads the features of a teacher; None without a teacher."""
+        return next((section for section in (self.distill, self.guide) if section.path is not None), None)
 
     @property
     def ema(self) -> EMAConfig | None:

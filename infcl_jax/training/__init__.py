@@ -25,6 +25,7 @@ from infcl_jax.training.grad_cache import NO_CACHE as NO_CACHE
 from infcl_jax.training.grad_cache import GradCacheConfig as GradCacheConfig
 from infcl_jax.training.losses import LOSSES as LOSSES
 from infcl_jax.training.losses import DistillConfig as DistillConfig
+from infcl_jax.training.losses import GuideConfig as GuideConfig
 from infcl_jax.training.losses import TextRetrievalConfig as TextRetrievalConfig
 from infcl_jax.training.losses import loss_class as loss_class
 from infcl_jax.training.losses import make_loss as make_loss

@@ -187,7 +187,7 @@ class PrecomputedFeatures(NamedTuple):
 def frozen_encoder(
     apply_fn: Callable[..., Any], variables: Mapping[str, Any], name: str, devices: Sequence[jax.Device]
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Create the encoder of a frozen tower, "image" or "text", on devices of this process.
+    """Create an encoder of a frozen model, such as "image" or "query", on devices of this process.
 
     Returns:
       A function from rows, which the devices can share evenly, to features [rows, D] in the model's feature dtype.
@@ -205,6 +205,6 @@ def frozen_encoder(
 
 
 def tower_variables(variables: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Select the parameters and running statistics of a tower, "image" or "text"."""
-    subtree = TOWERS[name]
+    """Select the parameters and running statistics of an encoder, such as "image" or "query"."""
+    subtree = towers_of(variables["params"])[name]
     return {collection: {subtree: tree[subtree]} for collection, tree in variables.items() if subtree in tree}

@@ -1,4 +1,4 @@
-"""Losses of the trainer by name, and settings of distillation and of dense text retrieval."""
+"""Losses of the trainer by name, and settings of distillation, guided negatives and dense text retrieval."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from infcl_jax.losses import ClipLoss, Loss, SiglipLoss, retrieval_loss
-from infcl_jax.losses.base import LossOutput
+from infcl_jax.losses.base import RETRIEVAL_TEACHER, LossOutput
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.schema import Range, Section, setting
@@ -77,6 +77,7 @@ class RetrievalLoss(Loss):
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("passage_mask",)
+    guide_inputs: ClassVar[tuple[str, ...]] = RETRIEVAL_TEACHER
 
     def __call__(self, output: Any, **inputs: Any) -> LossOutput:
         """Compute the loss of b queries and b * p passages; `passage_mask` [b * p] is False for padding."""
@@ -90,6 +91,7 @@ class RetrievalLoss(Loss):
             mesh=self.mesh,
             passage_mask=inputs["passage_mask"],
             implementation=self.implementation,
+            **self.guide_options(inputs),
         )
         return LossOutput(value)
 
@@ -147,16 +149,42 @@ def make_loss(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillConfig(Section, prefix="distill."):
-    """Settings of distillation.
+class TeacherConfig(Section):
+    """Settings of a loss that reads the features of a frozen teacher.
+
+    Raises:
+      ValueError: a value is out of range, or a setting is changed without a teacher.
+    """
+
+    path_field: ClassVar[str]  # setting that names the teacher
+
+    @property
+    def path_setting(self) -> str:
+        """Dotted name of the setting that names the teacher."""
+        return self.prefix + self.path_field
+
+    @property
+    def path(self) -> str | None:
+        """Path or name of the teacher; None without one."""
+        return getattr(self, self.path_field)
+
+    def check(self) -> None:
+        """Check that there is a teacher if another setting needs it."""
+        for field, declared in self.own_settings().items() if self.path is None else ():
+            if (value := getattr(self, field)) != declared.default:
+                raise ValueError(f"expected {self.path_setting} with {declared.name}={value!r}, got None; set it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig(TeacherConfig, prefix="distill."):
+    """Settings of distillation, see `TeacherConfig`.
 
     Examples:
       >>> DistillConfig(teacher="runs/teacher", weight=0.5).cache is None
       True
-
-    Raises:
-      ValueError: a value is out of range, or `weight` or `cache` is set without a teacher.
     """
+
+    path_field: ClassVar[str] = "teacher"
 
     teacher: str | None = setting(
         None, "model that infcl_jax.load reads, whose similarities the student learns; None: no distillation"
@@ -168,10 +196,27 @@ class DistillConfig(Section, prefix="distill."):
         '"workdir": in the work directory; None: the teacher encodes every batch as the student sees it',
     )
 
-    def check(self) -> None:
-        """Check that there is a teacher if another setting needs it."""
-        if self.teacher is not None:
-            return
-        for name, default in (("weight", 1.0), ("cache", None)):
-            if (value := getattr(self, name)) != default:
-                raise ValueError(f"expected distill.teacher with distill.{name}={value!r}, got None; set it")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuideConfig(TeacherConfig, prefix="guide."):
+    """Settings of guided negatives, see `TeacherConfig` and `infcl_jax.clip_loss`.
+
+    Examples:
+      >>> GuideConfig(model="runs/guide", margin=0.05).margin_strategy
+      'absolute'
+    """
+
+    path_field: ClassVar[str] = "model"
+
+    model: str | None = setting(
+        None,
+        "frozen model that infcl_jax.load reads; pairs that it finds more similar than a positive are no negatives of "
+        "it; None: no guide",
+    )
+    margin: float = setting(0.0, "margin by which the similarity of a positive is lowered, see guide.margin_strategy")
+    margin_strategy: str = setting(
+        "absolute",
+        'margin in units of the similarity ("absolute"), or of the absolute similarity of the positive ("relative")',
+        ("absolute", "relative"),
+    )
+    cache: str | None = setting(None, "folder for the features of the guide, like distill.cache")

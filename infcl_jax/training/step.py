@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.grad_cache import Replay, cached_value_and_grad
 from infcl_jax.losses import Loss, SampleState
-from infcl_jax.losses.base import SAMPLE_INPUTS
-from infcl_jax.losses.distilled import TEACHER_INPUTS
+from infcl_jax.losses.base import SAMPLE_INPUTS, TEACHER_INPUTS
 from infcl_jax.models import TEXT_TOWERS, TOWERS, CLIPOutput, TextPairOutput, towers_of
 from infcl_jax.ops.color import adjusted
 from infcl_jax.ops.common.checks import check_choice
@@ -172,7 +171,7 @@ def loss_inputs(loss_fn: Loss, state: TrainState, batch: Mapping[str, Any]) -> d
     wanted = dict.fromkeys(SAMPLE_INPUTS, f"a state with samples and a batch with an index for {loss_fn.name}")
     wanted["ids"] = f"a batch with ids for positives={loss_fn.targets.positives!r}"
     wanted["passage_mask"] = f"a batch with passage_mask for {loss_fn.name}"
-    wanted |= dict.fromkeys(TEACHER_INPUTS, "a batch with the features of the teacher for distillation")
+    wanted |= dict.fromkeys(TEACHER_INPUTS, "a batch with the features of the teacher")
     if missing := [name for name in wanted if inputs.get(name, 0) is None]:
         raise ValueError(f"expected {wanted[missing[0]]}, got none")
     return inputs

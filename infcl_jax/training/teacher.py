@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infcl_jax.grad_cache.chunks import CachedEncoder, Devices, leading_rows
 from infcl_jax.grad_cache.device import encode_batch
-from infcl_jax.models import CLIP, TOWERS
-from infcl_jax.models.clip import normalize_image
+from infcl_jax.models import CLIP, TextPair
+from infcl_jax.models.clip import normalize_image, row_shapes
 from infcl_jax.ops.color import adjusted
 from infcl_jax.runtime.mesh import replicate
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
@@ -20,19 +20,22 @@ from infcl_jax.training.grad_cache import GradCacheConfig
 from infcl_jax.training.state import TrainState
 from infcl_jax.training.step import Metrics, TrainStep
 
-# {"image", "text"} of a batch -> features of both
+# inputs of the encoders -> their features
 Encode = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-def with_teacher(step: TrainStep, model: CLIP, variables: Any, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
+def with_teacher(
+    step: TrainStep, model: CLIP | TextPair, variables: Any, mesh: Mesh, cache: GradCacheConfig
+) -> TrainStep:
     """Return a step that adds the features of a teacher to its batch.
 
     The teacher sees the pixels of the student, after augmentation, in the chunks of gradient caching. Images of another
-    size than its own are resized on the device (bicubic, antialiased). It reads "teacher_text", its own token ids, or
-    else "text". Features have no gradient, so their activations are freed layer by layer.
+    size than its own are resized on the device (bicubic, antialiased). It reads its own token ids, such as
+    "teacher_text", or else those of the student. Features have no gradient, so their activations are freed layer by
+    layer.
 
     Args:
-      step: training step with the loss of distillation.
+      step: training step with a loss that reads features of a teacher.
       model: teacher.
       variables: its variables on the host.
       mesh: devices over which the batch is sharded.
@@ -42,16 +45,16 @@ def with_teacher(step: TrainStep, model: CLIP, variables: Any, mesh: Mesh, cache
     @functools.cache
     def encoder() -> Encode:  # at the first step: a finished run needs no variables on the devices
         create = _device_encoder if cache.residency == "device" else _host_encoder
-        return create(model, variables, mesh, cache.chunk_size)
+        return create(model, variables, mesh, cache)
 
-    def distilled(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-        features = encoder()({"image": batch["image"], "text": batch.get("teacher_text", batch["text"])})
+    def with_features(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+        features = encoder()({name: batch.get(f"teacher_{name}", batch[name]) for name in row_shapes(model, 1)})
         return step(state, {**batch, **{f"teacher_{name}": rows for name, rows in features.items()}})
 
-    return distilled
+    return with_features
 
 
-def _device_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | None) -> Encode:
+def _device_encoder(model: CLIP | TextPair, variables: Any, mesh: Mesh, cache: GradCacheConfig) -> Encode:
     """Make one compiled function of a batch on the devices."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     devices = Devices(None if mesh.size == 1 else sharding)
@@ -61,7 +64,8 @@ def _device_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | N
             return encode_tower(model, params[1], name, chunk)
 
         rows = leading_rows(name, entry)
-        encoder = CachedEncoder(name, 0, encode, min(rows, chunk_size or rows), keep=0, keep_names=(), frozen=True)
+        chunk_size = min(rows, cache.chunk_of(name) or rows)
+        encoder = CachedEncoder(name, 0, encode, chunk_size, keep=0, keep_names=(), frozen=True)
         return encode_batch(encoder, devices, (), entry, None, variables)
 
     @functools.partial(jax.jit, out_shardings=sharding)
@@ -71,17 +75,18 @@ def _device_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | N
     return functools.partial(encode, replicate(mesh, variables))
 
 
-def _host_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | None) -> Encode:
+def _host_encoder(model: CLIP | TextPair, variables: Any, mesh: Mesh, cache: GradCacheConfig) -> Encode:
     """Make a function that passes this process's rows to the devices chunk by chunk."""
     devices = mesh.local_devices
 
     def apply(variables: Any, rows: Any, method: str) -> jax.Array:
         return encode_tower(model, variables, method.removeprefix("encode_"), rows)
 
-    encoders = {name: frozen_encoder(apply, tower_variables(variables, name), name, devices) for name in TOWERS}
+    names = row_shapes(model, 1)
+    encoders = {name: frozen_encoder(apply, tower_variables(variables, name), name, devices) for name in names}
 
     def tower(name: str, entry: Any) -> np.ndarray:
-        count = leading_rows(name, entry)
+        count, chunk_size = leading_rows(name, entry), cache.chunk_of(name)
         rows = count if chunk_size is None else chunk_size // mesh.size * len(devices)
         chunks = [jax.tree.map(lambda a, i=i: a[i : i + rows], entry) for i in range(0, count, rows)]
         return np.concatenate([encoders[name](chunk) for chunk in chunks])
@@ -89,10 +94,10 @@ def _host_encoder(model: CLIP, variables: Any, mesh: Mesh, chunk_size: int | Non
     return lambda batch: {name: tower(name, entry) for name, entry in batch.items()}
 
 
-def encode_tower(model: CLIP, variables: Any, name: str, rows: Any) -> jax.Array:
-    """Encode images of any side, `ColorBatch` or token ids of another model's batch as `[b, Dt]`, L2-normalized."""
-    if name == "text":
-        return cast(jax.Array, model.apply(variables, rows, method="encode_text"))
+def encode_tower(model: CLIP | TextPair, variables: Any, name: str, rows: Any) -> jax.Array:
+    """Encode images of any side, `ColorBatch` or token ids of another model's batch as `[b, Dt]`."""
+    if not isinstance(model, CLIP) or name == "text":
+        return cast(jax.Array, model.apply(variables, rows, method=f"encode_{name}"))
     pixels, side = adjusted(rows), model.visual.image_size  # type: ignore[attr-defined]
     if pixels.shape[1:3] != (side, side):
         resized = jax.image.resize(pixels.astype(jnp.float32), (len(pixels), side, side, 3), "bicubic", antialias=True)

@@ -8,7 +8,7 @@ import runs
 from configs import base, digits, disco_clip, dpr, fastclip, inf_cl, openclip, quickstart, siglip
 from infcl_jax import run
 from infcl_jax.run.verification import small_config
-from infcl_jax.settings import make_config
+from infcl_jax.settings import make_config, with_changes
 from infcl_jax.training import TrainState
 
 SHIPPED = {
@@ -17,6 +17,7 @@ SHIPPED = {
     "disco_clip": disco_clip.get_config,
     "disco_clip:implementation=disco": lambda: disco_clip.get_config("laion100m,implementation=disco"),
     "dpr": dpr.get_config,
+    "dpr with a guide": lambda: with_changes(make_config(dpr.get_config()), {"guide.model": "unread"}),
     "dpr:gpus=8": lambda: dpr.get_config("gpus=8"),
     "inf_cl": inf_cl.get_config,
     "inf_cl:experiment=clip,offload=yes": lambda: inf_cl.get_config("laion400m,experiment=clip,offload=yes"),
@@ -61,6 +62,7 @@ CHANGES = {
         "model_overrides": f"{runs.OVERRIDES},init_logit_bias=-10.0",
     },
     "teacher": {"distill.teacher": "unread", "grad_cache.chunk_size": 16, "matryoshka": (16, 64)},
+    "guide": {"guide.model": "unread", "guide.margin": 0.1, "grad_cache.chunk_size": 16, "matryoshka": (16, 64)},
     "captions, any, smoothed": {"positives": "caption", "multi_positive": "any", "label_smoothing": 0.1},
     "ring in bf16 with dropout": {
         "implementation": "ring",

@@ -84,7 +84,12 @@ def test_a_batch_of_other_shapes_is_compiled_as_usual():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"grad_cache.chunk_size": 16, "grad_cache.residency": "host"}, {"distill.teacher": "unread"}]
+    "changes",
+    [
+        {"grad_cache.chunk_size": 16, "grad_cache.residency": "host"},
+        {"distill.teacher": "unread"},
+        {"guide.model": "unread"},
+    ],
 )
 def test_other_batches_are_not_announced(changes):
     assert make_run(make_config(runs.config(**changes)), data_mesh()).batch_shapes() is None

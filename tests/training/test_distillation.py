@@ -78,7 +78,7 @@ def test_a_teacher_of_another_size_and_tokenizer(workdir, tmp_path):
     settings = config(workdir, model_overrides=f"{runs.OVERRIDES},vision.image_size=32")
     teacher = load_teacher(make_config(settings), mesh)
     other = infcl_jax.load(workdir, tokenizer=ByteTokenizer(20, "lower"))
-    got, batch = captured(settings, dataclasses.replace(teacher, tokenizer=other.tokenizer), mesh, tmp_path)
+    got, batch = captured(settings, dataclasses.replace(teacher, texts=other.tokenizer), mesh, tmp_path)
     assert batch["image"].shape[1:] == (32, 32, 3) and batch["teacher_text"].shape[1:] == (20,)
     texts = [TOKENIZER.decode(row) for row in np.asarray(batch["text"])]
     np.testing.assert_allclose(got["teacher_text"], other.encode_texts(texts), atol=1e-5)

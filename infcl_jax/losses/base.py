@@ -15,6 +15,7 @@ from infcl_jax.losses.batch import Array, AxisName
 from infcl_jax.losses.samples import SampleState, write_samples
 from infcl_jax.ops.common.checks import check_implementation
 from infcl_jax.ops.pairwise.lse import IMPLEMENTATIONS
+from infcl_jax.ops.pairwise.lse.guide import Margin
 
 if TYPE_CHECKING:
     from infcl_jax.models import CLIPOutput
@@ -26,19 +27,6 @@ SAMPLE_INPUTS = ("index", "samples", "step")
 IMAGE_TEXT_TEACHER = ("teacher_image", "teacher_text")
 RETRIEVAL_TEACHER = ("teacher_query", "teacher_passage")
 TEACHER_INPUTS = IMAGE_TEXT_TEACHER + RETRIEVAL_TEACHER
-
-
-@dataclasses.dataclass(frozen=True)
-class Guide:
-    """Negatives that a frozen teacher leaves, see `guide` of `infcl_jax.clip_loss`.
-
-    Attributes:
-      margin: margin by which the teacher's similarity of a positive is lowered.
-      margin_strategy: unit of the margin, see `infcl_jax.clip_loss`.
-    """
-
-    margin: float = 0.0
-    margin_strategy: str = "absolute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +44,7 @@ class Targets:
     positives: str = "pair"
     multi_positive: str = "mean"
     label_smoothing: float = 0.0
-    guide: Guide | None = None
+    guide: Margin | None = None
 
     @property
     def by_id(self) -> bool:
@@ -150,7 +138,9 @@ class Loss(abc.ABC):
         """Return the arguments of a loss function on its guide; none without one."""
         if self.targets.guide is None:
             return {}
-        return {"guide": tuple(inputs[name] for name in self.guide_inputs), **dataclasses.asdict(self.targets.guide)}
+        features = tuple(inputs[name] for name in self.guide_inputs)
+        margin = self.targets.guide
+        return {"guide": features, "margin": margin.value, "margin_strategy": margin.strategy}
 
     @property
     def axis_name(self) -> AxisName | None:

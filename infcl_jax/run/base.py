@@ -18,7 +18,7 @@ from infcl_jax.data.tokenizers.clip import CLIP_VOCAB_SIZE
 from infcl_jax.evaluation import Suite, TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import TOKENIZER_FOLDER, check_padding_side
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss, SampleState
-from infcl_jax.losses.base import Guide, Targets
+from infcl_jax.losses.base import Targets
 from infcl_jax.models import (
     BertConfig,
     CLIPConfig,
@@ -29,6 +29,7 @@ from infcl_jax.models import (
     variable_shapes,
 )
 from infcl_jax.models.clip import row_shapes
+from infcl_jax.ops.pairwise.lse.guide import Margin
 from infcl_jax.run.frozen_towers import FeatureCache, Teacher, TeacherInputs
 from infcl_jax.run.model import overridden_model, restored_model
 from infcl_jax.runtime.mesh import shard_batch
@@ -151,7 +152,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     def make_loss(self, teacher_scale: float) -> Loss:
         """Create the loss for a teacher with this inverse temperature, see `infcl_jax.run.loss`."""
         config = self.config
-        guide = None if config.guide.model is None else Guide(config.guide.margin, config.guide.margin_strategy)
+        guide = None if config.guide.model is None else Margin(config.guide.margin, config.guide.margin_strategy)
         loss = make_loss(
             config.loss,
             self.mesh,

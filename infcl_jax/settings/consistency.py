@@ -122,6 +122,7 @@ def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     for name, given in (("matryoshka", bool(config.matryoshka)), ("distill.teacher", distilled)):
         yield given and not plain, f"expected loss clip or siglip with {name}, got {loss}"
     yield guided and loss not in ("clip", "retrieval"), f"expected loss clip or retrieval with guide.model, got {loss}"
+    yield guided and smoothing != 0, f"expected label_smoothing=0.0 with guide.model, got {smoothing}"
     yield guided and distilled, "expected guide.model or distill.teacher, got both; leave one out"
     replays = config.grad_cache.residency == "replay"
     needs = {"loss 'retrieval'": loss == "retrieval", f"{positives=}": by_id}

@@ -10,6 +10,7 @@ from infcl_jax.losses import ClipLoss, Loss, SiglipLoss, retrieval_loss
 from infcl_jax.losses.base import RETRIEVAL_TEACHER, LossOutput
 from infcl_jax.losses.variants import VARIANTS
 from infcl_jax.ops.common.checks import check_choice
+from infcl_jax.ops.pairwise.lse import MARGIN_STRATEGIES
 from infcl_jax.schema import Range, Section, setting
 from infcl_jax.training.global_contrastive import GlobalContrastive
 
@@ -217,6 +218,6 @@ class GuideConfig(TeacherConfig, prefix="guide."):
     margin_strategy: str = setting(
         "absolute",
         'margin in units of the similarity ("absolute"), or of the absolute similarity of the positive ("relative")',
-        ("absolute", "relative"),
+        MARGIN_STRATEGIES,
     )
     cache: str | None = setting(None, "folder for the features of the guide, like distill.cache")

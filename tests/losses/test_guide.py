@@ -33,6 +33,10 @@ def compare(loss, student, scale, dtype, want, tolerance=None):
         (4, "xla", jnp.float64, "duplicates", 0.25, "relative", True, True),
         (8, "ring", jnp.float32, "equal", -0.125, "relative", False, False),
         (8, "xla", jnp.bfloat16, "random", 0.0, "absolute", True, False),
+        (1, "local", jnp.float64, "duplicates", 0.125, "absolute", True, False),
+        (4, "dense", jnp.float64, "duplicates", 0.0, "relative", False, True),
+        (4, "local", jnp.float64, "random", 0.25, "absolute", False, False),
+        (4, "disco", jnp.float64, "duplicates", 0.125, "absolute", True, True),
         (4, "ring", jnp.float64, "random", 100.0, "absolute", False, False),
     ],
 )
@@ -96,7 +100,6 @@ def test_memory_does_not_grow_with_the_pairs():
         ({"margin_strategy": "share"}, "margin_strategy"),
         ({"guide": (np.ones((3, 2)), np.ones((4, 2)))}, "guide features of 4 rows"),
         ({"label_smoothing": 0.1}, "label_smoothing"),
-        ({"implementation": "dense"}, "implementation"),
     ],
 )
 def test_errors_say_what_was_expected(options, message):

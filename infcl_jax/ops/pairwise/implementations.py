@@ -40,7 +40,6 @@ class Implementation:
       backend: `backend(loss, single_device)` creates the backend of a `Strategy` for the default device. With
         `single_device`, its kernels never overlap with collectives, such as the transfers of a ring.
       losses: folders of the losses that it computes.
-      guide: whether `pairwise_lse` supports a guide.
       rank: the available implementation with the highest rank is the default. Rank 0 is never the default, see
         `quadratic`.
       requires: required device and packages, for the error message; None: any device.
@@ -54,7 +53,6 @@ class Implementation:
     workspace: tuple[Callable[[int, int, Any, int], int], ...]
     backend: Callable[[str, bool], Backend] | None = None
     losses: tuple[str, ...] = ("lse",)
-    guide: bool = False
     rank: int = 0
     requires: str | None = None
     capabilities: tuple[str, ...] | None = None
@@ -161,14 +159,13 @@ TABLE = {
         functools.partial(_strips, None),
     ),
     "ring": Implementation(
-        _RING, (ring.rotating_bytes, Strips(None).workspace_bytes), functools.partial(_strips, None), LOSSES, guide=True
+        _RING, (ring.rotating_bytes, Strips(None).workspace_bytes), functools.partial(_strips, None), LOSSES
     ),
     "xla": Implementation(
         _RING,
         (ring.rotating_bytes, Strips().workspace_bytes),
         functools.partial(_strips, STRIP_ROWS),
         LOSSES,
-        guide=True,
         rank=1,
     ),
     "mosaic_gpu": Implementation(
@@ -176,7 +173,6 @@ TABLE = {
         (ring.rotating_bytes, WindowConfig().workspace_bytes),
         _mosaic_gpu,
         LOSSES,
-        guide=True,
         rank=3,
         requires="a Hopper GPU",
         capabilities=(HOPPER,),
@@ -188,7 +184,6 @@ TABLE = {
         (ring.rotating_bytes, WindowConfig().workspace_bytes),
         _triton,
         LOSSES,
-        guide=True,
         rank=2,
         requires="an Ampere, Ada or Hopper GPU and jax-triton",
         capabilities=TRITON_CAPABILITIES,
@@ -203,11 +198,6 @@ IMPLEMENTATIONS = TABLE.keys()  # a view, which has rows that are added later
 def implementations_of(loss: str) -> tuple[str, ...]:
     """Names of the implementations of a loss, given its folder."""
     return tuple(name for name, row in TABLE.items() if loss in row.losses)
-
-
-def guided_implementations() -> tuple[str, ...]:
-    """Names of the implementations of `pairwise_lse` that support a guide."""
-    return tuple(name for name, row in TABLE.items() if row.guide)
 
 
 def available_implementations() -> tuple[str, ...]:

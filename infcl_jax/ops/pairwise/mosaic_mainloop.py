@@ -92,10 +92,9 @@ def run(
             column_partial, first_row_tile = segment * WARPGROUPS + warpgroup, segment * schedule.segment
             return WorkTile(schedule, named, warpgroup, column_partial, column_tile, first_row_tile)
 
-        def first_pair(tile: Array) -> tuple[Array, Array]:
-            """Return the first row and column of a tile of this CTA."""
-            work = task_of(lax.div(tile, schedule.segment)).tile(lax.rem(tile, schedule.segment))
-            return work.row_tile * t.cta_rows, work.column
+        def origin_of(work: WorkTile) -> tuple[Array, Array]:
+            """Return the first row and column of a tile in the operands, whose window starts in global memory."""
+            return window_offset(named, 0) + work.row_tile * t.cta_rows, work.first_column
 
         def load(step: Array, first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
             """Load the features of a step from `first` to before `limit`, once its slot is free.
@@ -108,14 +107,15 @@ def run(
                 row, column = origin
                 if not schedule.band:
                     tile = lax.div(step, steps)
-                    row, column = lax.cond(position == 0, lambda: first_pair(tile), lambda: origin)
+                    task, r = lax.div(tile, schedule.segment), lax.rem(tile, schedule.segment)
+                    row, column = lax.cond(position == 0, lambda: origin_of(task_of(task).tile(r)), lambda: origin)
 
                 @pl.when(step >= t.stages)
                 def _() -> None:
                     plgpu.barrier_wait(empty.at[slot])
 
-                rows = pl.ds(pl.multiple_of(window_offset(named, 0) + row, SUBTILE), t.cta_rows)
-                columns = pl.ds(pl.multiple_of(window_offset(named, 1) + column, SUBTILE), t.columns)
+                rows = pl.ds(pl.multiple_of(row, SUBTILE), t.cta_rows)
+                columns = pl.ds(pl.multiple_of(column, SUBTILE), t.columns)
                 begin = 0
                 for product in schedule.products:
 
@@ -161,7 +161,7 @@ def run(
             work = task.tile(r)
             first, limit = jnp.int32(t.stages), total
             if schedule.band:  # the next tile is not known
-                first, limit, origin = step + t.stages, step + steps, (work.row_tile * t.cta_rows, work.column)
+                first, limit, origin = step + t.stages, step + steps, origin_of(work)
                 origin = load_first(step, limit, origin)
             vectors = prefetch(work)
 

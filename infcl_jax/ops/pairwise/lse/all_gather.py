@@ -19,7 +19,9 @@ from infcl_jax.ops.pairwise.base import (
     accumulation_dtype,
     accumulator_bytes,
     empty_log_sum,
+    join_columns,
     similarity_bytes,
+    split_columns,
 )
 from infcl_jax.ops.pairwise.lse.block import LseBlock, LseCotangents, LseGradient, LseSums, Results
 from infcl_jax.ops.pairwise.lse.dense import dense_lse
@@ -162,9 +164,10 @@ def disco_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
 
 def _all_columns(block: LseBlock, axis_name: AxisName) -> LseBlock:
     """Pair this device's rows with the columns of all devices."""
-    y, y_scale, y_mask, y_ids = _gather((block.y, block.y_scale, block.y_mask, block.y_ids), axis_name)
-    labels = _global_labels(block, axis_name)
-    return block._replace(y=y, y_scale=y_scale, y_mask=y_mask, labels=labels, y_ids=y_ids, x_count=None, y_count=None)
+    rows, columns = split_columns(block)
+    return join_columns(rows, _gather(columns, axis_name))._replace(
+        labels=_global_labels(block, axis_name), x_count=None, y_count=None
+    )
 
 
 def _all_rows(block: LseBlock, axis_name: AxisName) -> LseBlock:
@@ -173,24 +176,18 @@ def _all_rows(block: LseBlock, axis_name: AxisName) -> LseBlock:
     Labels that are columns of other devices are out of range.
     """
     x_scale = _gather(block.x_scale, axis_name) if block.x_scale.ndim else block.x_scale
-    x, x_mask, labels, x_ids = _gather(
-        (block.x, block.x_mask, _global_labels(block, axis_name), block.x_ids), axis_name
-    )
+    names = "x", "x_mask", "x_ids", "x_guide", "x_threshold"
+    rows = {name: _gather(getattr(block, name), axis_name) for name in names}
+    labels = _gather(_global_labels(block, axis_name), axis_name)
     if labels is not None:
         labels = labels - lax.axis_index(axis_name) * block.y.shape[0]
-    return block._replace(x=x, x_scale=x_scale, x_mask=x_mask, labels=labels, x_ids=x_ids, x_count=None, y_count=None)
+    return block._replace(**rows, x_scale=x_scale, labels=labels, x_count=None, y_count=None)
 
 
 def _gather_all(block: LseBlock, axis_name: AxisName) -> LseBlock:
     columns = _all_columns(block, axis_name)
     rows = _all_rows(block, axis_name)
-    return rows._replace(
-        y=columns.y,
-        y_scale=columns.y_scale,
-        y_mask=columns.y_mask,
-        labels=_gather(columns.labels, axis_name),
-        y_ids=columns.y_ids,
-    )
+    return join_columns(rows, split_columns(columns)[1])._replace(labels=_gather(columns.labels, axis_name))
 
 
 def _global_labels(block: LseBlock, axis_name: AxisName) -> Int32[Array, "bx"] | None:

@@ -22,12 +22,12 @@ from infcl_jax.ops.pairwise.implementations import (
     best_implementation,
     check_device,
     compute,
-    guided_implementations,
 )
 from infcl_jax.ops.pairwise.lse.block import LseBlock, Results
 from infcl_jax.ops.pairwise.lse.guide import Margin, check_guide, guide_features
 from infcl_jax.ops.pairwise.lse.positives import MULTI_POSITIVE, positives_by_id
 from infcl_jax.ops.pairwise.lse.rule import LogSumExp
+from infcl_jax.ops.pairwise.lse.xla import LseStrips
 
 
 class PairwiseLSE(NamedTuple):
@@ -124,7 +124,7 @@ def pairwise_lse(
         column of the same number: column j leaves the sum of row i if `t_ij > t_{i, o_i} - margin`, and row i leaves
         that of column j if `t_ij > t_jj - margin`. Positives, which `positives="exclude"` must leave to the caller,
         are not affected. t_{i, o_i} is computed as all others, so that duplicates of the own pair stay. Solatorio,
-        "GISTEmbed". Implementations "ring", "xla", "mosaic_gpu" and "triton".
+        "GISTEmbed".
       margin: by how much a negative must be less similar in the guide than the own pair.
       margin_strategy: "absolute", or "relative": `margin * |t_{i, o_i}|` in place of `margin`.
       implementation: one of `IMPLEMENTATIONS`; None selects the best for the platform.
@@ -145,7 +145,6 @@ def pairwise_lse(
     margins = Margin(margin, margin_strategy)
     check_guide(guide, margins, x.shape[0], y.shape[0])
     if guide is not None:
-        check_implementation(implementation, guided_implementations())
         _check_own_pairs(positives, columns and labels is not None, (columns or by_id) and x.shape[0] != y.shape[0])
     implementation = implementation or best_implementation(x.dtype)
     check_device(implementation, x.dtype)
@@ -202,7 +201,7 @@ def _compute(
     strategy = TABLE[implementation].strategy
     if isinstance(strategy, Strategy):
         return compute(implementation, loss, block, axis_name, **options)
-    return strategy(block, axis_name=axis_name, **options)
+    return strategy(loss.prepared(LseStrips(None), block), axis_name=axis_name, **options)
 
 
 def _zero_masked_rows(block: LseBlock) -> LseBlock:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 
 from infcl_jax.ops.pairwise.base import Array, accumulation_dtype, exp_below, finite_shift, similarities
 from infcl_jax.ops.pairwise.lse.block import LseBlock, PositiveLogits, Results
+from infcl_jax.ops.pairwise.lse.guide import guided_pairs
 from infcl_jax.ops.pairwise.lse.positives import find_positives
 from infcl_jax.ops.pairwise.strips import positives, valid_pairs
 
@@ -31,15 +32,16 @@ def dense_lse(block: LseBlock, *, exclude: bool = False, columns: bool = True) -
     s = similarities(x, y)
     not_positive = ~find_positives(block) if exclude else jnp.ones_like(s, bool)
     valid = valid_pairs(block.x_mask, block.y_mask, not_positive)
+    in_row, in_column = guided_pairs(block.x_guide, block.y_guide, block.x_threshold, block.y_threshold)
     x_scale = jnp.broadcast_to(block.x_scale, x.shape[:1])[:, None]
     column = column_positives = None
     if columns:
         y_scale = block.x_scale if block.y_scale is None else block.y_scale
         y_scale = jnp.broadcast_to(y_scale, y.shape[:1])[None, :]
-        column = _masked_log_sum_exp(y_scale * s, valid, axis=0)
+        column = _masked_log_sum_exp(y_scale * s, valid if in_column is None else valid & in_column, axis=0)
         if block.x_ids is not None:
             column_positives = _positive_logits(y_scale * s, find_positives(block), axis=0)
-    row = _masked_log_sum_exp(x_scale * s, valid, axis=1)
+    row = _masked_log_sum_exp(x_scale * s, valid if in_row is None else valid & in_row, axis=1)
     if block.x_ids is None:
         return row, column, positives(s, block.labels)
     return row, column, (_positive_logits(x_scale * s, find_positives(block), axis=1), column_positives)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Bool, Float
 
 from infcl_jax.ops.common.checks import check_choice
-from infcl_jax.ops.pairwise.base import Array, zero_masked
+from infcl_jax.ops.pairwise.base import Array, similarities, zero_masked
 from infcl_jax.ops.pairwise.checks import check_features
 
 MARGIN_STRATEGIES = ("absolute", "relative")
@@ -54,6 +54,19 @@ def check_guide(guide: Any, margin: Margin, rows: int, columns: int) -> None:
         raise ValueError(
             f"expected guide features of {rows} rows and {columns} columns, got {len(guide[0])} and {len(guide[1])}"
         )
+
+
+def guided_pairs(
+    x: Float[Array, "rows dg"] | None,
+    y: Float[Array, "by dg"] | None,
+    x_threshold: Float[Array, "rows"] | None,
+    y_threshold: Float[Array, "by"] | None,
+) -> tuple[Bool[Array, "rows by"] | None, Bool[Array, "rows by"] | None]:
+    """Return which pairs the guide leaves in the sums of rows, and of columns; None for all or without these sums."""
+    if x is None or y is None or x_threshold is None:
+        return None, None
+    t = similarities(x, y)
+    return t <= x_threshold[:, None], None if y_threshold is None else t <= y_threshold[None, :]
 
 
 def guide_features(features: Array, mask: Bool[Array, "n"] | None) -> Array:

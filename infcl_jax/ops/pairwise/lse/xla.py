@@ -32,6 +32,7 @@ from infcl_jax.ops.pairwise.lse.block import (
     PositiveCotangents,
     PositiveSums,
 )
+from infcl_jax.ops.pairwise.lse.guide import guided_pairs
 from infcl_jax.ops.pairwise.lse.lone_positives import LonePositives
 from infcl_jax.ops.pairwise.lse.positives import positive_sums, with_positives
 from infcl_jax.ops.pairwise.max_shift import factor, shared_shift, shifted_log_sum, weighted
@@ -243,11 +244,7 @@ def _valid(block: LseBlock, rows: _LseRows, exclude: bool) -> Bool[Array, "#rows
 
 def _guided(block: LseBlock, rows: _LseRows) -> tuple[Bool[Array, "rows by"] | None, Bool[Array, "rows by"] | None]:
     """Return which pairs the guide leaves in the sums of rows, and of columns; None for all."""
-    if rows.guide is None or rows.threshold is None:
-        return None, None
-    t = similarities(rows.guide, block.y_guide)
-    in_column = None if block.y_threshold is None else t <= block.y_threshold[None, :]
-    return t <= rows.threshold[:, None], in_column
+    return guided_pairs(rows.guide, block.y_guide, rows.threshold, block.y_threshold)
 
 
 def _valid_sides(

@@ -104,7 +104,7 @@ def store_ds(ds_ptr, ds, tile, SETTINGS):
         ds_ptr += columns
 
 
-class Positives(NamedTuple):
+class PositiveRange(NamedTuple):
     """Positives of a tile: one column of each row, or with ids the columns from `label` to `last`.
 
     Attributes:
@@ -128,7 +128,7 @@ def find_positives(labels_ptr, last_ptr, tile, SETTINGS):
             last -= tile.start_n
         inside = ((label if last is None else last) >= 0) & (label < SETTINGS.block_n)
         present = tl.max(inside.to(tl.int32), 0) > 0
-    return Positives(label, last, present)
+    return PositiveRange(label, last, present)
 
 
 @triton.jit

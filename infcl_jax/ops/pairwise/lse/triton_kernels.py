@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from infcl_jax.ops.pairwise.triton_kernels import (
-    Positives,
+    PositiveRange,
     find_positives,
     is_positive,
     load_columns,
@@ -234,7 +234,7 @@ def positive_sums_kernel(
     for index in range(tl.load(num_tiles_ptr + tile_m)):
         start_n = (first_tile + index) * SETTINGS.block_n
         s = similarity_tile(x_ptr, y_ptr, start_m, start_n, SETTINGS.gemm, SETTINGS)
-        positive = is_positive(Positives(label - start_n, last - start_n, True), SETTINGS.block_n)
+        positive = is_positive(PositiveRange(label - start_n, last - start_n, True), SETTINGS.block_n)
         exponent = tl.where(positive, s * row_scale[:, None] - row_shift[:, None], float("-inf"))
         e = tl.exp2(exponent)
         s = tl.where(positive, s, 0.0)

@@ -8,6 +8,7 @@ second is the last to do so. A third warpgroup for the transfers would need `set
 the other two, which nvJitLink, the assembler of JAX 0.12, ignores.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,8 @@ from infcl_jax.ops.pairwise.mosaic_schedule import (
 
 LOADER = WARPGROUPS - 1  # index of the warpgroup that loads the feature tiles
 
-State = tuple[Array, tuple[Array, Array]]  # step of this warpgroup, and origin of the tile that was loaded last
+Origin = tuple[Array, Array]  # first row and column of a tile in the operands
+State = tuple[Array, Origin]  # step of this warpgroup, and origin of the tile that was loaded last
 
 _TRANSFORMS: Any = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(SWIZZLE_BYTES))  # type: ignore[abstract]
 
@@ -69,9 +71,6 @@ def run(
       The results by name.
     """
     t = schedule.tiles
-    lag = min(t.lag, schedule.products[0].steps)
-    steps = sum(product.steps for product in schedule.products)  # of a tile
-    multicast = "member" if t.cluster > 1 else None
     scratch = scratch or {}
 
     def kernel(*refs: Any) -> None:
@@ -80,145 +79,44 @@ def run(
         named |= {"store_slots": store_slots, "reduction_order": reduction_order}
         warpgroup, member, cluster = (lax.axis_index(a) for a in ("warpgroup", "member", "cluster"))
         tasks = lax.div(schedule.tasks - cluster + schedule.grid_clusters - 1, schedule.grid_clusters)
-        total = tasks * schedule.segment * steps  # except in a band
-
-        def task_of(i: Array) -> WorkTile:
-            """Return the i-th task of this CTA, without a row tile."""
-            task = cluster + i * schedule.grid_clusters
-            if schedule.band:
-                return WorkTile(schedule, named, warpgroup, task, named["band_first"][task], task, task)
-            segment, cluster_tile = schedule.segment_and_columns(task)
-            column_tile = cluster_tile * t.cluster + member
-            column_partial, first_row_tile = segment * WARPGROUPS + warpgroup, segment * schedule.segment
-            return WorkTile(schedule, named, warpgroup, column_partial, column_tile, first_row_tile)
-
-        def origin_of(work: WorkTile) -> tuple[Array, Array]:
-            """Return the first row and column of a tile in the operands, whose window starts in global memory."""
-            return window_offset(named, 0) + work.row_tile * t.cta_rows, work.first_column
-
-        def load(step: Array, first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Load the features of a step from `first` to before `limit`, once its slot is free.
-
-            `origin` is the first row and column of the tile that was loaded last. Returns that of this step's tile.
-            """
-
-            def start() -> tuple[Array, Array]:
-                slot, position = lax.rem(step, t.stages), lax.rem(step, steps)
-                row, column = origin
-                if not schedule.band:
-                    tile = lax.div(step, steps)
-                    task, r = lax.div(tile, schedule.segment), lax.rem(tile, schedule.segment)
-                    row, column = lax.cond(position == 0, lambda: origin_of(task_of(task).tile(r)), lambda: origin)
-
-                @pl.when(step >= t.stages)
-                def _() -> None:
-                    plgpu.barrier_wait(empty.at[slot])
-
-                rows = pl.ds(pl.multiple_of(row, SUBTILE), t.cta_rows)
-                columns = pl.ds(pl.multiple_of(column, SUBTILE), t.columns)
-                begin = 0
-                for product in schedule.products:
-
-                    @pl.when((position >= begin) & (position < begin + product.steps))
-                    def _(product: Product = product, index: Array = position - begin) -> None:
-                        x_features, y_features = product.features(index)
-                        x, y = named[product.x].at[rows, x_features], named[product.y].at[columns, y_features]
-                        plgpu.copy_gmem_to_smem(x, x_s.at[slot], full.at[slot], collective_axes=multicast)
-                        plgpu.copy_gmem_to_smem(y, y_s.at[slot], full.at[slot])
-
-                    begin += product.steps
-                return row, column
-
-            return lax.cond((warpgroup == LOADER) & (step >= first) & (step < limit), start, lambda: origin)
-
-        def load_first(first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Load the first steps, as many as there are slots."""
-            return lax.fori_loop(0, t.stages, lambda i, origin: load(first + i, first, limit, origin), origin)
-
-        def release(step: Array, first: Array, limit: Array, origin: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Free the slot of a step that this warpgroup has multiplied, and load a step into one freed before."""
-            plgpu.barrier_arrive(empty.at[lax.rem(step, t.stages)])
-            return load(step - t.delay + t.stages, first, limit, origin)
-
-        def multiply(acc: Any, first: Array, limit: Array, k: Array, state: State) -> State:
-            step, origin = state
-            slot = lax.rem(step, t.stages)
-            plgpu.barrier_wait(full.at[slot])
-            rows = pl.ds(warpgroup * t.rows, t.rows)
-            plgpu.wgmma(acc, x_s.at[slot, rows], y_s.at[slot].T)
-            plgpu.wgmma_wait(1)
-            origin = lax.cond(k > 0, lambda: release(step - 1, first, limit, origin), lambda: origin)
-            if lag:
-
-                @pl.when((step == lag - 1) & (warpgroup == 0))
-                def _() -> None:
-                    plgpu.barrier_arrive(started)
-
-            return step + 1, origin
+        total = tasks * schedule.segment * sum(product.steps for product in schedule.products)
+        pipeline = _Pipeline(schedule, named, x_s, y_s, full, empty, started, warpgroup, member, cluster, total)
 
         def compute_tile(task: WorkTile, r: Array, carried: tuple[State, Any]) -> tuple[State, Any]:
-            (step, origin), carry = carried
+            state, carry = carried
             work = task.tile(r)
-            first, limit = jnp.int32(t.stages), total
-            if schedule.band:  # the next tile is not known
-                first, limit, origin = step + t.stages, step + steps, origin_of(work)
-                origin = load_first(step, limit, origin)
+            state, range_to_load = pipeline.begin(work, state)
             vectors = prefetch(work)
-
-            def multiply_all(product: Product, state: State, use: Callable[[Array], Any]) -> tuple[State, Any]:
-                """Compute one similarity tile and return `use` of it."""
-
-                def scope(acc: Any) -> tuple[State, Any]:
-                    step, origin = lax.fori_loop(
-                        0, product.steps, functools.partial(multiply, acc, first, limit), state
-                    )
-                    s = acc[...]
-                    return (step, release(step - 1, first, limit, origin)), use(s)
-
-                return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
-
             *others, last = schedule.products
             tiles: list[Array] = []
-            state = step, origin
             for product in others:
-                state, s = multiply_all(product, state, lambda s: s)
+                state, s = pipeline.multiply(product, range_to_load, state, lambda s: s)
                 if between is not None:
                     between(work, s, vectors)
                 tiles.append(s)
-            return multiply_all(last, state, lambda s: epilogue(work, *tiles, s, vectors, carry))
+            return pipeline.multiply(last, range_to_load, state, lambda s: epilogue(work, *tiles, s, vectors, carry))
 
         def compute_task(i: Array, state: State) -> State:
-            task = task_of(i)
+            task = pipeline.task(i)
             body = functools.partial(compute_tile, task)
             state, carry = lax.fori_loop(0, task.num_tiles, body, (state, init(task)))
             finalize(task, carry)
             return state
 
-        origin = jnp.int32(0), jnp.int32(0)
-        if not schedule.band:
-            origin = load_first(jnp.int32(0), total, origin)
-
-        @pl.when((warpgroup == 1) & (tasks > 0) & (lag > 0))
-        def _() -> None:
-            plgpu.barrier_wait(started)
+        state = pipeline.start()
 
         @pl.when(warpgroup == 1)
         def _() -> None:
             plgpu.barrier_arrive(reduction_order.at[0])  # warpgroup 0 reduces first, see `WorkTile.serialized`
 
-        end, _ = lax.fori_loop(0, tasks, compute_task, (jnp.int32(0), origin))
+        end, _ = lax.fori_loop(0, tasks, compute_task, state)
         plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
             plgpu.barrier_wait(reduction_order.at[0])  # every arrival needs a wait
 
-        @pl.when(warpgroup == LOADER)
-        def _() -> None:
-            @pl.loop(jnp.maximum(end - t.stages, 0), end)
-            def _(step: Array) -> None:
-                # The peer CTA may still multicast tiles to this CTA or signal its barriers. Exit only after that.
-                plgpu.barrier_wait(empty.at[lax.rem(step, t.stages)])
+        pipeline.finish(end)
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TRANSFORMS)
     empty: Any = {"num_arrivals": WARPGROUPS, "num_barriers": t.stages}
@@ -244,3 +142,177 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=t.reduction_bytes),
     )(*operands.values())
     return dict(zip(results, out, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """Pipeline of one warpgroup: feature tiles stream through the slots in SMEM, and wgmma multiplies them.
+
+    Steps are counted over all tiles of a CTA, `steps` a tile; a step uses slot `step % stages`.
+
+    Attributes:
+      schedule: tile schedule.
+      refs: operands, results and scratch by name.
+      x_s: slots of row features.
+      y_s: slots of column features.
+      full: barriers of slots that hold the features of a step.
+      empty: barriers of slots that all warpgroups that read them have multiplied.
+      started: barrier of the start of the second warpgroup, see `Tiles.lag`.
+      warpgroup: index of this warpgroup.
+      member: index of this CTA in its cluster.
+      cluster: index of the cluster.
+      total: steps of all tasks of this CTA, except in a band; 0 without tasks.
+    """
+
+    schedule: TileSchedule
+    refs: dict[str, Any]
+    x_s: Any
+    y_s: Any
+    full: Any
+    empty: Any
+    started: Any
+    warpgroup: Array
+    member: Array
+    cluster: Array
+    total: Array
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return sum(product.steps for product in self.schedule.products)
+
+    @property
+    def lag(self) -> int:
+        """Steps by which the second warpgroup starts after the first."""
+        return min(self.schedule.tiles.lag, self.schedule.products[0].steps)
+
+    def task(self, i: Array) -> WorkTile:
+        """Return the i-th task of this CTA, without a row tile."""
+        schedule = self.schedule
+        task = self.cluster + i * schedule.grid_clusters
+        if schedule.band:
+            return WorkTile(schedule, self.refs, self.warpgroup, task, self.refs["band_first"][task], task, task)
+        segment, cluster_tile = schedule.segment_and_columns(task)
+        column_tile = cluster_tile * schedule.tiles.cluster + self.member
+        column_partial, first_row_tile = segment * WARPGROUPS + self.warpgroup, segment * schedule.segment
+        return WorkTile(schedule, self.refs, self.warpgroup, column_partial, column_tile, first_row_tile)
+
+    def start(self) -> State:
+        """Load the first steps, and let the second warpgroup wait for its start."""
+        origin = jnp.int32(0), jnp.int32(0)
+        if not self.schedule.band:
+            origin = self._load_first(jnp.int32(0), self.total, origin)
+
+        @pl.when((self.warpgroup == 1) & (self.total > 0) & (self.lag > 0))
+        def _() -> None:
+            plgpu.barrier_wait(self.started)
+
+        return jnp.int32(0), origin
+
+    def begin(self, work: WorkTile, state: State) -> tuple[State, tuple[Array, Array]]:
+        """Begin a tile. Returns the range of steps that are loaded during its GEMMs, too."""
+        stages, step = self.schedule.tiles.stages, state[0]
+        if not self.schedule.band:
+            return state, (jnp.int32(stages), self.total)
+        first, limit = step + stages, step + self.steps  # the next tile is not known
+        return (step, self._load_first(step, limit, self._origin(work))), (first, limit)
+
+    def multiply(
+        self, product: Product, range_to_load: tuple[Array, Array], state: State, use: Callable[[Array], Any]
+    ) -> tuple[State, Any]:
+        """Compute one similarity tile and return `use` of it."""
+        t = self.schedule.tiles
+
+        def scope(acc: Any) -> tuple[State, Any]:
+            body = functools.partial(self._multiply_step, acc, range_to_load)
+            step, origin = lax.fori_loop(0, product.steps, body, state)
+            s = acc[...]
+            return (step, self._release(step - 1, range_to_load, origin)), use(s)
+
+        return pl.run_scoped(scope, plgpu.ACC((t.rows, t.columns), jnp.float32))
+
+    def finish(self, end: Array) -> None:
+        """Wait until every slot is free: the peer CTA may still multicast to this CTA or signal its barriers."""
+        stages = self.schedule.tiles.stages
+
+        @pl.when(self.warpgroup == LOADER)
+        def _() -> None:
+            @pl.loop(jnp.maximum(end - stages, 0), end)
+            def _(step: Array) -> None:
+                plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
+
+    def _multiply_step(self, acc: Any, range_to_load: tuple[Array, Array], k: Array, state: State) -> State:
+        """Multiply the features of a step, and release the slot of the step before."""
+        step, origin = state
+        rows = self.schedule.tiles.rows
+        slot = lax.rem(step, self.schedule.tiles.stages)
+        plgpu.barrier_wait(self.full.at[slot])
+        plgpu.wgmma(acc, self.x_s.at[slot, pl.ds(self.warpgroup * rows, rows)], self.y_s.at[slot].T)
+        plgpu.wgmma_wait(1)
+        origin = lax.cond(k > 0, lambda: self._release(step - 1, range_to_load, origin), lambda: origin)
+        if self.lag:
+
+            @pl.when((step == self.lag - 1) & (self.warpgroup == 0))
+            def _() -> None:
+                plgpu.barrier_arrive(self.started)
+
+        return step + 1, origin
+
+    def _release(self, step: Array, range_to_load: tuple[Array, Array], origin: Origin) -> Origin:
+        """Free the slot of a step that this warpgroup has multiplied, and load a step into one freed before."""
+        t = self.schedule.tiles
+        plgpu.barrier_arrive(self.empty.at[lax.rem(step, t.stages)])
+        return self._load(step - t.delay + t.stages, *range_to_load, origin)
+
+    def _load_first(self, first: Array, limit: Array, origin: Origin) -> Origin:
+        """Load the first steps, as many as there are slots."""
+        stages = self.schedule.tiles.stages
+        return lax.fori_loop(0, stages, lambda i, origin: self._load(first + i, first, limit, origin), origin)
+
+    def _load(self, step: Array, first: Array, limit: Array, origin: Origin) -> Origin:
+        """Load the features of a step from `first` to before `limit`, once its slot is free.
+
+        `origin` is that of the tile that was loaded last. Returns that of this step's tile.
+        """
+
+        def start() -> Origin:
+            stages = self.schedule.tiles.stages
+            slot, position = lax.rem(step, stages), lax.rem(step, self.steps)
+            row, column = origin
+            if not self.schedule.band:
+                tile = lax.div(step, self.steps)
+                task, r = lax.div(tile, self.schedule.segment), lax.rem(tile, self.schedule.segment)
+                row, column = lax.cond(position == 0, lambda: self._origin(self.task(task).tile(r)), lambda: origin)
+
+            @pl.when(step >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(self.empty.at[slot])
+
+            self._copy(slot, position, row, column)
+            return row, column
+
+        return lax.cond((self.warpgroup == LOADER) & (step >= first) & (step < limit), start, lambda: origin)
+
+    def _copy(self, slot: Array, position: Array, row: Array, column: Array) -> None:
+        """Copy the features of step `position` of the tile at `[row, column]` to a slot."""
+        t = self.schedule.tiles
+        rows, columns = (
+            pl.ds(pl.multiple_of(row, SUBTILE), t.cta_rows),
+            pl.ds(pl.multiple_of(column, SUBTILE), t.columns),
+        )
+        multicast = "member" if t.cluster > 1 else None
+        begin = 0
+        for product in self.schedule.products:
+
+            @pl.when((position >= begin) & (position < begin + product.steps))
+            def _(product: Product = product, index: Array = position - begin) -> None:
+                x_features, y_features = product.features(index)
+                x, y = self.refs[product.x].at[rows, x_features], self.refs[product.y].at[columns, y_features]
+                plgpu.copy_gmem_to_smem(x, self.x_s.at[slot], self.full.at[slot], collective_axes=multicast)
+                plgpu.copy_gmem_to_smem(y, self.y_s.at[slot], self.full.at[slot])
+
+            begin += product.steps
+
+    def _origin(self, work: WorkTile) -> Origin:
+        """Return the first row and column of a tile in the operands, whose window starts in global memory."""
+        return window_offset(self.refs, 0) + work.row_tile * self.schedule.tiles.cta_rows, work.first_column

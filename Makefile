@@ -80,9 +80,8 @@ faults-hostile: $(HOSTILE)  ## Hostile weights, datasets and work directories; s
 $(FAULTS): faults-%: $(STAMP)
 	$(BIN)/python -m tests.faults.$*
 
-reproduce-tiny: $(STAMP)  ## Tables and figures of the papers on two cores, and docs/reproduction.md
+reproduce-tiny: $(STAMP)  ## Tables and figures of the papers on two cores
 	$(BIN)/python -m experiments.reproduce --target=all --scale=tiny
-	$(BIN)/python -m experiments.reproduce --page=docs
 
 notebooks: $(STAMP)  ## Execute the notebooks outside the checkout and store their outputs
 	$(BIN)/python tests/notebook_runner.py

@@ -6,7 +6,7 @@ Trains through the ring on four simulated CPU devices:
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 About 5 minutes on two CPU cores. Expect zero-shot top-1 of 93 to 95 % over 36 classes, and R@1 of 72 to 79 % in both
-directions with a gallery of 500. The results are those of the machine: `docs/benchmarks.md` says why.
+directions with a gallery of 500. The results depend on the machine, see `docs/reproduction.md`.
 """
 
 from ml_collections import ConfigDict

@@ -35,7 +35,7 @@ _DIM = flags.DEFINE_integer(
     lower_bound=1,
     allow_override=True,
 )
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Tokenizer, see docs/training.md. Default: that of the model.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Tokenizer, see docs/data.md. Default: that of the model.")
 _WORKERS = flags.DEFINE_integer("num_workers", None, "Reading processes; 0: threads. Default: by the CPU cores.")
 _MAX_BAD = flags.DEFINE_float(
     "max_bad_records", None, "Largest number of bad records, as config.max_bad_records.", lower_bound=0

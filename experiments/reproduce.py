@@ -20,8 +20,7 @@ from absl import flags
 from experiments import command_line
 from experiments.reproduction import SCALES, TARGETS, Target, measure_cells, target_named
 from experiments.reproduction.cells import FINISHED
-from experiments.reproduction.output import write_output
-from experiments.reproduction.page import overview, write_page
+from experiments.reproduction.output import overview, write_output
 from experiments.reproduction.plan import GPU, PLANNED_SCALES, describe_target, gpus_of
 from infcl_jax.data.decode import gpu_decoder_installed
 from infcl_jax.planner import device_named
@@ -37,7 +36,6 @@ _GPU = flags.DEFINE_string("gpu", GPU, "GPU for which the scales small and paper
 _GPUS = flags.DEFINE_integer("gpus", None, "Number of GPUs of a plan. Default: 1 at small, 8 at paper.", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 1, "Targets measured at the same time, with --target=all.", lower_bound=1)
 _LIST = flags.DEFINE_bool("list", False, "List the targets with their costs, and exit.")
-_PAGE = flags.DEFINE_string("page", None, "Write reproduction.md and its pictures into this folder, and exit.")
 
 
 def reproduce(target: Target, scale: str, workdir: str | Path) -> list[str]:
@@ -56,9 +54,6 @@ def main() -> None:
     """Run what the flags say."""
     if _LIST.value:
         print(overview(list(TARGETS.values())))
-        return
-    if _PAGE.value is not None:
-        print(write_page(list(TARGETS.values()), _RESULTS.value, _PAGE.value))
         return
     if _SCALE.value not in SCALES:
         raise ValueError(f"expected --scale to be one of {', '.join(SCALES)}, got {_SCALE.value!r}")

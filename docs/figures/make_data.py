@@ -2,7 +2,7 @@
 
     python docs/figures/make_data.py
 
-The bars are measurements on machines with 16 CPU cores (docs/benchmarks.md, 2026-11-23 to 26).
+The bars are measurements on machines with 16 CPU cores (docs/archive/measurements.md, 2026-11-23 to 26).
 """
 
 from pathlib import Path

@@ -3,8 +3,8 @@
     python docs/figures/make_memory.py
 
 Lines are the planner's formulas (`infcl_jax.planner.loss_workspace`) for eight GPUs and 768 features in bf16. Dots are
-measurements on eight H200s (docs/benchmarks.md, 2026-11-22). The figures are side by side on a wide screen, and stacked
-on a phone.
+measurements on eight H200s (docs/archive/measurements.md, 2026-11-22). The figures are side by side on a wide screen,
+and stacked on a phone.
 """
 
 from pathlib import Path

@@ -4,7 +4,7 @@
         --batch=1024 --output=runs/benchmark_attention
 
 Runs on one device. Prints a table and appends JSON lines to `benchmark_attention.jsonl` in the output folder.
-docs/benchmarks.md defines the figures.
+docs/performance.md defines the figures.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     """Measure, print and record all cases.
 
     Returns:
-      The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
+      The new records, see docs/performance.md. A case that does not fit into memory has the status "out of memory" and
       None for its missing figures.
     """
     about = f"{settings.dtype}, {settings.heads} heads of {settings.channels}{', causal' if settings.causal else ''}"

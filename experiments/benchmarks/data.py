@@ -6,7 +6,7 @@ r"""Benchmark of the data pipeline and its stages.
 
 Reads by the settings of the configuration, as training does. Without `--data` it writes synthetic JPEG files of 640 x
 480 pixels and 65 kB. With OpenCLIP installed, its pipeline reads the same tar files with as many workers, in a process
-of its own. Prints a table and appends JSON lines to `benchmark_data.jsonl` in the output folder. docs/benchmarks.md
+of its own. Prints a table and appends JSON lines to `benchmark_data.jsonl` in the output folder. docs/performance.md
 defines the figures.
 """
 
@@ -163,7 +163,7 @@ def pipeline_figures(config: RunConfig, data: TrainIterator, mesh: Mesh, seconds
     """Measure the pipeline of training, from files to arrays on the devices.
 
     Returns:
-      Figures by name, see docs/benchmarks.md.
+      Figures by name, see docs/performance.md.
     """
     start = time.perf_counter()
     jax.block_until_ready(run.next_batch(config, data, mesh))

@@ -9,7 +9,7 @@ r"""Benchmark of the CLIP, sigmoid or distillation loss: time, memory and error 
         --output=runs/benchmark_ids
 
 Prints a table, appends JSON lines to `benchmark_loss.jsonl` and plots `benchmark_loss.png` in the output folder.
-docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
+docs/performance.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
 process, see `infcl_jax.distributed.initialize`.
 """
 
@@ -73,7 +73,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     """Measure, print, record and plot all cases.
 
     Returns:
-      The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
+      The new records, see docs/performance.md. A case that does not fit into memory has the status "out of memory" and
       None for its missing figures.
     """
     about = f"{settings.loss}, {settings.dtype}, scale {settings.scale:g}"

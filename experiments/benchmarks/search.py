@@ -4,7 +4,7 @@
     python -m experiments.benchmarks.search --rows=1000000 --dim=512 --checked=100 --recall --peers
 
 Searches the nearest of `--rows` random gallery rows for as many queries, on all devices, with compiled programs.
-docs/benchmarks.md defines the figures.
+docs/performance.md defines the figures.
 """
 
 import functools

@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.startup --model=ViT-B/32 --precision=bf16 --batch_size=1024
 
 Trains two steps on the digits in a process of its own, first with an empty persistent compilation cache, then with the
-one that this filled. Prints both as JSON lines. docs/benchmarks.md defines the phases.
+one that this filled. Prints both as JSON lines. docs/performance.md defines the phases.
 """
 
 import json

@@ -5,7 +5,7 @@ r"""Benchmark of the training step: time of its phases, memory and throughput.
         [--data='shards-{00000..00041}.tar']
 
 Prints a table, appends JSON lines to `benchmark_step.jsonl` and plots `benchmark_step.png` in the output folder.
-docs/benchmarks.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
+docs/performance.md defines the figures. On several hosts, or with one process per GPU, run the same command in every
 process, see `infcl_jax.distributed.initialize`.
 """
 
@@ -94,7 +94,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
     """Measure, print, record and plot all batch sizes.
 
     Returns:
-      The new records, see docs/benchmarks.md. A case that does not fit into memory has the status "out of memory" and
+      The new records, see docs/performance.md. A case that does not fit into memory has the status "out of memory" and
       None for its missing figures.
     """
     flops = step_flops(settings.model_config)

@@ -197,6 +197,7 @@ TARGETS = (
         shows="The planner's peak for ViT-B/32 with checkpointing, on A100 GPUs of 40 GB. Small: also the memory of "
         "the step on one GPU.",
         entries=table_3,
+        comparable=True,
         unit="GiB per GPU",
         style=".1f",
         costs=("30 s", "3 min"),

@@ -191,6 +191,7 @@ TARGETS = (
         "compiled for simulated CPU devices and not executed (XLA keeps more on the CPU than on a GPU); the peak of "
         "ViT-L/14's step from the planner, for an A100 of 80 GB. Small: XLA's plan on one GPU, bf16.",
         entries=table_1,
+        comparable=True,
         unit="GiB per device",
         axis="global batch size",
         log=True,
@@ -204,6 +205,7 @@ TARGETS = (
         "With data offload, host memory is not counted. Small: also ViT-B/32 in chunks of 512 on one GPU, found "
         "by running steps.",
         entries=table_2,
+        comparable=True,
         unit="largest batch, thousands",
         style=",.0f",
         log=True,

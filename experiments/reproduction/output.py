@@ -31,7 +31,7 @@ def write_output(target: Target, scale: str, records: Records, folder: str | Pat
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     entries = target.entries(scale)
-    (folder / TABLE_FILE).write_text(table(target, entries, records) + "\n")
+    (folder / TABLE_FILE).write_text(tables(target, entries, records) + "\n")
     results = [
         {
             "row": entry.row,
@@ -65,32 +65,53 @@ def measured(entry: Entry, records: Records) -> list[float] | str | None:
     return [record["values"][entry.value] for record in cell_records]
 
 
-def table(target: Target, entries: Sequence[Entry], records: Records) -> str:
-    """Format a table in Markdown: a cell is "measured / paper".
+def overview(targets: Sequence[Target]) -> str:
+    """Format the list of targets as a table in Markdown."""
+    lines = ["| target | paper | shows | tiny, estimated | small, estimated |", "| --- | --- | --- | --- | --- |"]
+    lines += [f"| `{t.name}` | {t.paper.name} | {t.title} | {' | '.join(t.costs)} |" for t in targets]
+    return "\n".join(lines) + "\n"
+
+
+def tables(target: Target, entries: Sequence[Entry], records: Records) -> str:
+    """Format the figures as Markdown: a table "measured / paper" if they are comparable, else one for each.
 
     Several seeds give their mean and range.
     """
-    columns = list(dict.fromkeys(entry.column for entry in entries))
+    here = [(entry, _here(entry, records, target.style)) for entry in entries]
+    paper = [(entry, _paper(entry, target.style)) for entry in entries]
+    if target.comparable:
+        pairs = [(entry, f"{a} / {b}") for (entry, a), (_, b) in zip(here, paper, strict=True)]
+        return _table("measured / paper", pairs)
+    measured_here = _table("measured here", [(entry, text) for entry, text in here if entry.cells])
+    published = _table("in the paper", [(entry, text) for entry, text in paper if entry.paper is not None])
+    return "\n\n".join(filter(None, (measured_here, published)))
+
+
+def _table(title: str, texts: Sequence[tuple[Entry, str]]) -> str:
+    """Format the texts of entries as one table; an empty one as an empty text."""
+    if not texts:
+        return ""
+    columns = list(dict.fromkeys(entry.column for entry, _ in texts))
     cells: dict[str, dict[str, str]] = {}
-    for entry in entries:
-        cells.setdefault(entry.row, {})[entry.column] = _pair(entry, records, target.style)
-    lines = [f"| measured / paper | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
-    lines += [f"| {row} | {' | '.join(texts.get(c, '') for c in columns)} |" for row, texts in cells.items()]
+    for entry, text in texts:
+        cells.setdefault(entry.row, {})[entry.column] = text
+    lines = [f"| {title} | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
+    lines += [f"| {row} | {' | '.join(by_column.get(c, '') for c in columns)} |" for row, by_column in cells.items()]
     return "\n".join(lines)
 
 
-def _pair(entry: Entry, records: Records, style: str) -> str:
+def _here(entry: Entry, records: Records, style: str) -> str:
     values = measured(entry, records)
-    if isinstance(values, list):
-        here = _figure(statistics.mean(values), style)
-        if len(values) > 1:
-            here += f" ({_figure(min(values), style)} to {_figure(max(values), style)})"
-    else:
-        here = values or NONE
-    paper = (
-        entry.paper if isinstance(entry.paper, str) else NONE if entry.paper is None else _figure(entry.paper, style)
-    )
-    return f"{here} / {paper}"
+    if not isinstance(values, list):
+        return values or NONE
+    mean = _figure(statistics.mean(values), style)
+    return f"{mean} ({_figure(min(values), style)} to {_figure(max(values), style)})" if len(values) > 1 else mean
+
+
+def _paper(entry: Entry, style: str) -> str:
+    if entry.paper is None or isinstance(entry.paper, str):
+        return entry.paper or NONE
+    return _figure(entry.paper, style)
 
 
 def _figure(value: float, style: str) -> str:

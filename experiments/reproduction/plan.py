@@ -1,6 +1,6 @@
 """Plans of targets: memory and time of each cell on named GPUs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from experiments.reproduction.cells import describe
@@ -93,32 +93,6 @@ def describe_target(target: Target, scale: str, device: str, devices: int) -> st
             f"estimated time of all steps: {_time(sum(plan.seconds for plan in plans))}",
         ]
     )
-
-
-def plan_table(targets: Iterable[Target], scale: str) -> str:
-    """Format the plans of targets as a table in Markdown."""
-    heading = ["target", "cells", "training runs", "steps", "GPUs", "GiB per GPU", "do not fit", "time of the steps"]
-    lines = [f"| {' | '.join(heading)} |", f"|{' --- |' * len(heading)}"]
-    for target in targets:
-        texts = _summary(plan_target(target, scale, GPU, gpus_of(scale)))
-        lines.append(f"| {' | '.join([f'`{target.name}`', *texts])} |")
-    return "\n".join(lines) + "\n"
-
-
-def _summary(plans: list[CellPlan]) -> list[str]:
-    """Format the plans of a target as one row."""
-    runs = [plan for plan in plans if plan.steps is not None]
-    memory = [plan.memory for plan in plans if plan.memory is not None and plan.fits]
-    gpus = sorted({plan.gpus for plan in plans if plan.gpus})
-    return [
-        str(len(plans)),
-        str(len(runs) or ""),
-        f"{sum(plan.steps or 0 for plan in runs):,}" if runs else "",
-        ", ".join(map(str, gpus)) or "none",
-        f"{max(memory) / _GIB:,.1f}" if memory else "",
-        str(sum(not plan.fits for plan in plans) or ""),
-        _time(sum(plan.seconds for plan in plans)) if runs else "",
-    ]
 
 
 def _time(seconds: float) -> str:

@@ -78,6 +78,7 @@ class Target:
       devices: simulated CPU devices at the scale "tiny".
       costs: estimated duration at the scales "tiny" and "small".
       curve: name of a list among the values of a cell, such as losses, to plot in place of the entries; None: none.
+      comparable: whether the figures are of the paper's sizes, such as memory, so that one table has both.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Target:
     devices: int = 1
     costs: tuple[str, str] = ("2 min", "10 min")
     curve: str | None = None
+    comparable: bool = False
 
     def cells(self, scale: str) -> list[Cell]:
         """Return the distinct cells of a scale, in the order of the entries."""

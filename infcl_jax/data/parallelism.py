@@ -27,7 +27,7 @@ _PREFETCH_BATCHES = 2  # hides the variation between batches; more would only de
 _OTHER_BATCHES = 3
 _MEMORY_SHARE = 0.25  # fraction of host memory for all batches; checkpoints, caches and other programs need the rest
 # Cores from which on worker processes read instead of threads. A worker takes seconds and 0.3 GB to start. Threads
-# contend for Python's global lock: they decode at most 5 times as fast as one, see docs/benchmarks.md.
+# contend for Python's global lock: they decode at most 5 times as fast as one, see docs/archive/measurements.md.
 _WORKER_CORES = 8
 _NAMES = 3  # shards named in a line; a chunk of shuffled records can have as many as it has rows
 

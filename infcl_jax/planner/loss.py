@@ -1,7 +1,7 @@
 """Memory and time of the loss and its gradient.
 
 The workspace excludes the features, their gradients and the parameters. Each implementation has a formula. Accuracy of
-the formulas, as measured on GPUs in docs/benchmarks.md:
+the formulas, as measured on GPUs in docs/archive/measurements.md:
 
 | implementation | formula / measured |
 | --- | --- |

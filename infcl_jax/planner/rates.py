@@ -1,7 +1,7 @@
 """Measured rates of GPUs, from which the times of training steps are estimated.
 
-All measured rates are of NVIDIA H200s (700 W) with JAX 0.11.2, from docs/benchmarks.md, 2026-11-21 to 24. Other GPUs
-have the rates of an H200 scaled by the ratio of two data sheets: GEMMs and the loss by the peak bf16 throughput,
+All measured rates are of NVIDIA H200s (700 W) with JAX 0.11.2, 2026-11-21 to 24 (docs/archive/measurements.md). Other
+GPUs have the rates of an H200 scaled by the ratio of two data sheets: GEMMs and the loss by the peak bf16 throughput,
 kernels that move data by the bandwidth of HBM, and transfers by the bandwidth of the links.
 """
 

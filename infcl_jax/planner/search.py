@@ -8,7 +8,7 @@ from infcl_jax.planner.api import MemoryPlan, Workload, plan_memory
 from infcl_jax.training import NO_CACHE, GradCacheConfig
 
 # Share of the memory limit that a recommended plan may use: plans are within 5 % of measured memory
-# (docs/benchmarks.md).
+# (docs/archive/measurements.md).
 SAFE_SHARE = 0.95
 
 
@@ -99,7 +99,7 @@ def store_activations(workload: Workload, memory_limit: int) -> Workload:
     """Store as many activations as fit.
 
     If the activations of all chunks fit, they are all stored. Otherwise residual streams come first, then whole chunks:
-    a GiB of residual streams saves about twice the time that a GiB of chunks saves (docs/benchmarks.md).
+    a GiB of residual streams saves about twice the time that a GiB of chunks saves (docs/archive/measurements.md).
 
     Examples:
       >>> run = Workload(

@@ -21,7 +21,7 @@ from infcl_jax.planner.tower_times import TowerTime, tower_time
 from infcl_jax.training.frozen import frozen_towers
 
 PHASES = ("forward", "recompute", "backward", "loss", "reduce", "update", "transfer")
-GPUS_PER_HOST = 8  # of the hosts in docs/benchmarks.md
+GPUS_PER_HOST = 8  # of the hosts in docs/archive/measurements.md
 _ALL_REDUCE, _FSDP = 2, 3  # passes over the gradients; two gathers of the parameters and one reduction
 _ACCUMULATE = 3  # a gradient and the sum are read, the sum is written
 
@@ -83,7 +83,7 @@ def step_time(
     are not included.
 
     On an H200 the estimates are within 15 % of the measured steps of ViT-B/32, B/16 and L/14, direct and with gradient
-    caching (docs/planning.md). Other GPUs have the rates of an H200 scaled by data sheets.
+    caching (docs/memory.md). Other GPUs have the rates of an H200 scaled by data sheets.
 
     Examples:
       >>> config = model_config("ViT-B/16", dtype="bfloat16")

@@ -11,7 +11,7 @@ from infcl_jax.planner.rates import Kernels, Rates
 
 Transformer = VisionConfig | TextConfig | BertConfig
 
-_TILE = 128  # rows and columns of the GEMM tile that one SM computes, see docs/benchmarks.md
+_TILE = 128  # rows and columns of the GEMM tile that one SM computes, see docs/archive/measurements.md
 _CHANNELS = 3  # of images
 # Width-sized arrays that a block reads and writes besides attention's and the MLP's hidden units. Forward: two
 # LayerNorms, 2 each, and two residual sums, 3 each. Backward: two LayerNorms, which also sum the cotangents, 4 each,

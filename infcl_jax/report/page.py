@@ -157,7 +157,7 @@ def _advice(run: RunRecord) -> list[str]:
     waits = run.values("data/wait_fraction")
     if waits and (share := statistics.fmean(waits)) >= DATA_WAIT_SHOWN:
         said = any("waiting for data" in message for message in run.messages)
-        where = "the advice of run.log below" if said else "docs/training.md#is-the-data-fast-enough"
+        where = "the advice of run.log below" if said else "docs/data.md#is-the-data-fast-enough"
         advice.append(f"waits for data {100 * share:.0f} % of the time, see {where}")
     peaks, limit = run.values("memory/peak_bytes"), run.plan.get("limit")
     if peaks and limit and max(peaks) < 0.6 * limit:

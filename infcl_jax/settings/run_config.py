@@ -49,7 +49,7 @@ class InitConfig(Section, prefix="init."):
     model: str | None = setting(
         None,
         "initial parameters of a new run: a folder, file or hf-hub:OWNER/NAME of OpenCLIP or Hugging Face, a model of "
-        "OpenCLIP with its tag, as ViT-B-32:openai, a run's workdir or a checkpoint, see docs/weights.md; without "
+        "OpenCLIP with its tag, as ViT-B-32:openai, a run's workdir or a checkpoint, see docs/models.md; without "
         "model, the run has its model and tokenizer",
     )
     image: str | None = setting(None, "initial parameters of the image tower, like init.model")
@@ -115,7 +115,7 @@ class RunConfig(Section):
     dataset: str = setting(
         "shapes/quickstart",
         "shapes/quickstart, shapes/full, digits, a dataset prepared by TFDS, or a path (tar files, a table, a folder, "
-        "a mixture), see docs/training.md; a resumed run may name a new path of the same records",
+        "a mixture), see docs/data.md; a resumed run may name a new path of the same records",
         shapes=True,
     )
     split: str = setting("train", 'split of the dataset, such as "train" or "train[:8192]"')
@@ -154,7 +154,7 @@ class RunConfig(Section):
     tokenizer: str | None = setting(
         None,
         "bytes, clip, clip:PATH, hf:PATH, sentencepiece:PATH or the folder of a trained tokenizer, see "
-        "docs/training.md; None: clip for models with its vocabulary of 49408 ids, bytes for those with 259",
+        "docs/data.md; None: clip for models with its vocabulary of 49408 ids, bytes for those with 259",
         fixed=True,
     )
     text_cleaning: str | None = setting(
@@ -168,7 +168,7 @@ class RunConfig(Section):
     model: str | None = setting(
         None,
         "tiny, tiny-shapes, a name of OpenCLIP such as ViT-B-16 or ViT-B-16-SigLIP, or the path of its JSON config (or "
-        "of a folder with open_clip_config.json), see docs/training.md; for text retrieval, "
+        "of a folder with open_clip_config.json), see docs/models.md; for text retrieval, "
         "bert-tiny or a BERT such as bert-base-uncased; None: that of the weights of init.model, else tiny-shapes",
         fixed=True,
         shapes=True,
@@ -306,7 +306,9 @@ class RunConfig(Section):
     max_failed_saves: int = setting(3, "failed saves in a row that stop the run", _COUNT)
     export: bool = setting(False, "also write the final weights in OpenCLIP's format to WORKDIR/exported")
     stop_timeout: int = setting(
-        60, "seconds from a stop signal until a run that has not saved and left is ended, see docs/training.md", _COUNT
+        60,
+        "seconds from a stop signal until a run that has not saved and left is ended, see docs/reliability.md",
+        _COUNT,
     )
     writers: tuple[str, ...] = setting(
         (),

@@ -36,7 +36,7 @@ def steps_of(workdir):
     ("steps", "zero_shot", "recall"),
     [
         pytest.param(300, 0.35, 0.12, marks=pytest.mark.slow),
-        # Machines differ: 93 to 95 % and 72 to 79 % were measured, see docs/benchmarks.md.
+        # Machines differ: 93 to 95 % and 72 to 79 % were measured, see docs/archive/measurements.md.
         pytest.param(1000, 0.9, 0.65, marks=pytest.mark.full),
     ],
 )

@@ -111,7 +111,7 @@ def test_every_call_of_a_function_has_arrays_of_its_own():
     assert peak(jax.jit(hidden)) == peak(hidden) > 0
 
 
-# Of docs/benchmarks.md: implementation, b, D, devices, MiB.
+# Of docs/archive/measurements.md: implementation, b, D, devices, MiB.
 MEASURED = [
     *(("mosaic_gpu", 65_536, d, 1, mib) for d, mib in ((512, 421), (640, 568), (768, 490), (1024, 517))),
     *(("mosaic_gpu", b, 512, 1, mib) for b, mib in ((2048, 48), (16_384, 338), (131_072, 410), (262_144, 423))),

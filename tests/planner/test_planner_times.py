@@ -1,4 +1,4 @@
-"""Estimated times against the measured rows of docs/benchmarks.md."""
+"""Estimated times against the measured rows of docs/archive/measurements.md."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from infcl_jax.training import GradCacheConfig
 from infcl_jax.training.frozen import UnlockedGroups
 
 H200, ADAMW, LIMIT = rates_of("H200"), optax.adamw(1e-3), 0.15
-PLANNING = (runs.ROOT / "docs" / "planning.md").read_text()
+ARCHIVE = (runs.ROOT / "docs" / "archive" / "measurements.md").read_text()
 
 
 def step(name, batch, devices=1, **changes):
@@ -27,7 +27,7 @@ B, RESIDUAL = "ViT-B/32", {"keep_residual": True}
 REPLAY, HOST = {"residency": "replay"}, {"chunk_size": 1024, "residency": "host"}
 # Settings and milliseconds of the tables "How does a step compare with OpenCLIP?", "Which JAX is faster on Hopper
 # GPUs?", "What does gradient caching cost?", "Does the step's memory grow with a batch in host memory?", "How large can
-# a batch be?" and "How fast is a step on files?", and of Inf-CL's Table S1 in docs/reproduction.md.
+# a batch be?" and "How fast is a step on files?", and of Inf-CL's Table S1.
 STEPS = {
     "ViT-B/32, 4,096": (step(B, 4096), 347),
     "ViT-B/16, 1,024": (step("ViT-B/16", 1024), 243),
@@ -120,7 +120,7 @@ def test_every_measured_row_is_within_the_limit_or_is_a_named_miss():
 def test_the_guide_states_the_error_of_every_row():
     for name, measured, estimated in estimates():
         row = f"| {name} | {figure(measured)} | {figure(estimated)} | {round(100 * (estimated / measured - 1)):+d} % |"
-        assert row in PLANNING, row
+        assert row in ARCHIVE, row
 
 
 def test_compilation_explains_the_step_from_host_memory():
@@ -204,10 +204,9 @@ def test_an_unknown_gpu_or_implementation_is_named():
 
 
 def test_the_rates_name_existing_sections():
-    """Sections of docs/benchmarks.md that `rates.py` cites."""
+    """Sections of docs/archive/measurements.md that `rates.py` cites."""
     source = " ".join((runs.ROOT / "infcl_jax" / "planner" / "rates.py").read_text().replace("    #", "").split())
     sections = re.findall(r'"(How [^"]+\?|Copies [^"]+\?)"', source)
-    headings = (runs.ROOT / "docs" / "benchmarks.md").read_text()
     assert len(sections) >= 6
     for section in sections:
-        assert f"### {section}" in headings, section
+        assert f"### {section}" in ARCHIVE, section

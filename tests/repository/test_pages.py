@@ -56,7 +56,7 @@ def given(page, folder, monkeypatch):
         monkeypatch.setattr(evaluation, "few_shot", functools.partial(few_shot, classifier="ridge"))
         features, labels = np.tile(np.eye(3, dtype=np.float32), (20, 1)), np.tile(np.arange(3), 20)
         return {"train_features": features, "train_labels": labels, "test_features": features, "test_labels": labels}
-    if page == "weights":
+    if page == "models":
         clip = models.load_pretrained(open_clip_folder("vit", folder / "clip"))
         monkeypatch.setattr(models, "load_pretrained", lambda name: clip)
         size = clip[0].visual.image_size
@@ -68,20 +68,20 @@ PAGES_WITH_EXAMPLES = [
     "dense_retrieval",
     "evaluation",
     "extending",
-    "fastclip",
+    "losses",
+    "memory",
+    "models",
     "numerics",
-    "planning",
     "probes",
     "recipes",
     "verification",
-    "weights",
 ]
 
 
 def test_every_page_with_examples_is_tested():
-    """`tests/repository/test_readme.py` has those of three further pages."""
+    """`tests/repository/test_readme.py` tests the examples of four further pages."""
     found = {page.stem for page in DOCS.glob("*.md") if "```python" in page.read_text()}
-    assert found == {*PAGES_WITH_EXAMPLES, "index", "training", "using_models"}
+    assert found == {*PAGES_WITH_EXAMPLES, "get_started", "index", "training", "using_models"}
     assert not re.search(r"^ {4}(from|import) .*", TEXT.replace("```", ""), re.MULTILINE)  # Python is in fences
 
 
@@ -119,7 +119,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
     if page == "probes":
         assert names["probe"].metrics["top1"] == names["result"].metrics["top1"] == 1
         assert all((tmp_path / f"results.{kind}").exists() for kind in ("json", "csv", "html"))
-    if page == "weights":
+    if page == "models":
         assert len(names["features"]) == 2
     if page == "recipes":
         assert len(set(trained)) == 4 and (tmp_path / "sweep.html").exists()
@@ -161,8 +161,8 @@ def test_targets_of_make_exist():
 
 
 @pytest.mark.slow
-def test_tables_of_planning_are_those_of_the_command():
-    page = (DOCS / "planning.md").read_text()
+def test_plans_on_the_page_of_memory_are_those_of_the_command():
+    page = (DOCS / "memory.md").read_text()
     given = {"--device=H200", "--config.model=ViT-B/32"}
     flags = next(command for command in OTHERS.values() if given <= {*command} and "--target" not in str(command))
     changed = re.search(r"With `(--\S+ --\S+)`", page)[1].split()

@@ -1,4 +1,4 @@
-"""The job script and the manifest of docs/clusters.md: syntax, exit statuses and settings."""
+"""The job script of docs/examples and the manifest of docs/clusters.md: syntax, exit statuses and settings."""
 
 import re
 import subprocess
@@ -10,7 +10,9 @@ import yaml
 from infcl_jax.runtime.exit_codes import RESUME
 from infcl_jax.settings import SETTINGS
 
-TEXT = (runs.ROOT / "docs" / "clusters.md").read_text()
+DOCS = runs.ROOT / "docs"
+TEXT = (DOCS / "clusters.md").read_text()
+SCRIPT = (DOCS / "examples" / "slurm.sh").read_text()
 
 
 def block(language):
@@ -19,9 +21,9 @@ def block(language):
 
 
 def test_the_job_script_is_bash_that_requeues():
-    for language in ("bash", "sh"):
-        assert subprocess.run(["bash", "-n"], input=block(language), text=True, capture_output=True).stderr == ""
-    assert f"    {RESUME} | 137 | 143)" in block("bash")
+    for script in (SCRIPT, block("sh")):
+        assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    assert f"    {RESUME} | 137 | 143)" in SCRIPT
 
 
 def test_the_manifest_replaces_pods_that_ask_for_it():
@@ -35,6 +37,6 @@ def test_the_manifest_replaces_pods_that_ask_for_it():
     assert environ["COORDINATOR_ADDRESS"].startswith(f"{job['metadata']['name']}-0.{service['metadata']['name']}:")
 
 
-@pytest.mark.parametrize("language", ["bash", "yaml"])
-def test_the_settings_exist(language):
-    assert set(re.findall(r"--config\.([\w.]+)=", block(language))) <= set(SETTINGS)
+@pytest.mark.parametrize("text", [SCRIPT, block("yaml")], ids=["script", "manifest"])
+def test_the_settings_exist(text):
+    assert set(re.findall(r"--config\.([\w.]+)=", text)) <= set(SETTINGS)

@@ -23,7 +23,7 @@ GEMM_TILE = (128, 256)
 WINDOW_COST = 512
 # Narrower windows are not considered.
 MIN_COLUMNS = 4096
-# Number of fp32 vectors `[rows]` in the fused backend, fitted to the memory in docs/benchmarks.md.
+# Number of fp32 vectors `[rows]` in the fused backend, fitted to the memory in docs/archive/measurements.md.
 NUM_VECTORS = 14
 
 
@@ -45,7 +45,7 @@ class WindowSizes(NamedTuple):
 class WindowConfig:
     """Limits of windows.
 
-    The defaults were chosen by measurements on an H200, see docs/benchmarks.md.
+    The defaults were chosen by measurements on an H200, see docs/archive/measurements.md.
 
     Attributes:
       sm_count: SMs of the GPU, which the GEMMs of a window should fill.

@@ -44,7 +44,7 @@ def traced_once(method: Callable) -> Callable:
 
 # Tiles of two GEMMs, the largest whose accumulators fit in the registers, and as many stages as SMEM holds. The lag is
 # close to the number of stages, because an epilogue overlaps with the other warpgroup's GEMM for that many steps. The
-# lags and GROUP_BYTES are the fastest measured, see docs/benchmarks.md.
+# lags and GROUP_BYTES are the fastest measured, see docs/archive/measurements.md.
 FORWARD_OF_TWO = Tiles(rows=64, columns=128, stages=6, lag=5, delay=1)
 BACKWARD_OF_TWO = Tiles(rows=64, columns=128, stages=6, lag=4, delay=1, store_slots=2)
 # Bytes of the column features of a group of tiles: a sixth of the L2 of an H100 or H200, 50 MB (NVIDIA H100 Tensor Core
@@ -58,7 +58,7 @@ BACKWARD = ((512, Tiles(store_slots=1)), (math.inf, Tiles(store_slots=2)))
 class MosaicKernels:
     """Common part of the `kernel_api.Kernels` for Hopper GPUs.
 
-    The default tile sizes are the fastest on an H200, see docs/benchmarks.md.
+    The default tile sizes are the fastest on an H200, see docs/archive/measurements.md.
 
     Attributes:
       forward: tile sizes of the sums.

@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
         target = _PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
-        if target in files.src_uris and not target.endswith(".py"):
+        if target in files.src_uris and not target.endswith(".py") and not target.startswith("examples/"):
             return posixpath.relpath(target, posixpath.dirname(uri) or ".")
         if not (_ROOT / path).exists():
             raise PluginError(f"{source}: expected a link to a file of the repository, got {match[1]!r}")

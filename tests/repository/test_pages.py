@@ -68,12 +68,9 @@ PAGES_WITH_EXAMPLES = [
     "dense_retrieval",
     "evaluation",
     "extending",
-    "losses",
     "memory",
     "models",
-    "numerics",
     "probes",
-    "recipes",
     "verification",
 ]
 
@@ -117,15 +114,11 @@ def test_examples_run(page, tmp_path, monkeypatch):
     if page == "evaluation":
         assert names["get_task"]().split == "test"
     if page == "probes":
-        assert names["probe"].metrics["top1"] == names["result"].metrics["top1"] == 1
-        assert all((tmp_path / f"results.{kind}").exists() for kind in ("json", "csv", "html"))
+        assert names["probe"].metrics["top1"] == names["result"].metrics["1_shot"] == 1
     if page == "models":
         assert len(names["features"]) == 2
-    if page == "recipes":
-        assert len(set(trained)) == 4 and (tmp_path / "sweep.html").exists()
     if page == "extending":
-        assert trained == ["runs/margin", "runs/stripes", "runs/apart"]
-        assert np.isfinite(names["separation"].values[1])
+        assert trained == ["runs/margin", "runs/stripes"]
 
 
 @pytest.mark.parametrize("flags", TRAINING, ids=" ".join)
@@ -161,10 +154,9 @@ def test_targets_of_make_exist():
 
 
 @pytest.mark.slow
-def test_plans_on_the_page_of_memory_are_those_of_the_command():
+def test_the_plan_on_the_page_of_memory_is_what_the_command_prints():
     page = (DOCS / "memory.md").read_text()
     given = {"--device=H200", "--config.model=ViT-B/32"}
     flags = next(command for command in OTHERS.values() if given <= {*command} and "--target" not in str(command))
-    changed = re.search(r"With `(--\S+ --\S+)`", page)[1].split()
-    for further, table in zip(([], changed), re.findall(r"```text\n(.*?)```", page, re.DOTALL)[:2], strict=True):
-        assert runs.command(*flags, *further).stdout == table
+    (table, *_) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert runs.command(*flags).stdout == table

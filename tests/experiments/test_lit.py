@@ -28,7 +28,7 @@ from infcl_jax.training.frozen import PrecomputedFeatures
 STEPS, STOP, DECAY = 4, 2, 0.9
 # By tower; with batch normalization, gradient caching has another pass for the running statistics.
 CACHES = {"vit": {}, "resnet": {"grad_cache.chunk_size": 16}}
-RESNET_FULL = ["vit", pytest.param("resnet", marks=pytest.mark.full)]
+CASES = ["vit", pytest.param("resnet", marks=pytest.mark.full)]
 LOCKED_ONLY = (("visual/conv1/.*", 0.1), (".*", 1.0))
 
 
@@ -39,7 +39,7 @@ def promotion():
         yield
 
 
-@pytest.fixture(scope="module", params=CACHES)
+@pytest.fixture(scope="module", params=CASES)
 def case(request):
     return request.param
 
@@ -100,14 +100,12 @@ def test_the_tower_stays_the_converted_one(case, weights, converted, lit):
     assert len(set(losses(lit))) == STEPS  # the text tower is trained
 
 
-@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_its_features_are_those_of_the_converted_model(weights, lit):
     images = list(np.random.default_rng(0).integers(0, 256, (9, 40, 36, 3), dtype=np.uint8))
     expected, got = (infcl_jax.load(path, batch_size=8).encode_images(images) for path in (weights, lit))
     assert got.tobytes() == expected.tobytes() and np.ptp(got, axis=0).min() > 0
 
 
-@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_the_tower_is_encoded_once(case, weights):
     """Images in place of features add the operations of one forward pass."""
     chunks = {"grad_cache.chunk_size": 16}
@@ -139,7 +137,6 @@ def test_the_tower_is_encoded_once(case, weights):
     assert unlocked - precomputed > 3 * forward
 
 
-@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_cached_features_give_the_same_losses_also_after_a_stop(case, weights, lit, tmp_path, monkeypatch):
     """The resumed run reads neither the weights nor the images again."""
     moved = shutil.copytree(weights, tmp_path / "weights")
@@ -152,7 +149,6 @@ def test_cached_features_give_the_same_losses_also_after_a_stop(case, weights, l
     assert losses(workdir) == losses(lit)
 
 
-@pytest.mark.parametrize("case", RESNET_FULL, indirect=True)
 def test_fine_tuning_starts_at_the_converted_tower(case, weights, converted, tmp_path):
     """After a step, the moving averages are between the converted and the trained parameters."""
     changes = {

@@ -267,7 +267,7 @@ def test_a_plan_has_memory_and_time_of_each_cell():
     assert text.count("does not fit") == 1 and "hardware of the paper: a GPU" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_command_continues(tmp_path):
     arguments = (f"--target={CHEAP}", f"--results={tmp_path}")
     process = runs.start(COMMAND, *arguments)
@@ -339,10 +339,12 @@ def two_steps(target):
 
 
 PAPERS = sorted({target.paper.name for target in TARGETS.values()})
+TRAINED = ("GradCache", "Inf-CL")  # the other papers measure the same kinds of cells
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize(
+    "paper", [pytest.param(p, marks=pytest.mark.slow if p in TRAINED else pytest.mark.full) for p in PAPERS]
+)
 def test_targets_run_two_steps(paper, monkeypatch, tmp_path):
     monkeypatch.setattr(measurements, "_REPEATS", 1)
     monkeypatch.setattr(step_case, "_STEP_SECONDS", 0.01)

@@ -218,7 +218,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_continues(uninterrupted, tmp_path
     assert log.count("started on") == 2 and log.index("asked to stop") < log.index("resumed from step")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_saves_as_well(tmp_path):
     """The terminal sends SIGINT to the whole process group, so to data workers too."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits an ignored signal

@@ -12,8 +12,8 @@ from tests.faults import kills
 @pytest.mark.slow
 def test_a_run_killed_at_a_random_moment_ends_as_if_nothing_had_been(monkeypatch, tmp_path):
     """Two processes with a worker each, sample state and tar files. `python -m tests.faults.kills` kills many runs."""
-    monkeypatch.setattr(kills, "STEPS", 24)
-    monkeypatch.setattr(kills, "EVAL_EVERY", 12)
+    monkeypatch.setattr(kills, "STEPS", 12)
+    monkeypatch.setattr(kills, "EVAL_EVERY", 6)
     assert kills.kill_runs(1, seed=0, names=list(kills.SCENARIOS)[-1:], folder=tmp_path) == []
 
 

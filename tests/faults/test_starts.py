@@ -9,7 +9,7 @@ from tests.faults import starts
     "name",
     [
         "SIGTERM 0.3 s after the start",
-        pytest.param("port of a program", marks=pytest.mark.slow),
+        pytest.param("port of a program", marks=pytest.mark.full),
         pytest.param("second job, ranks (1, 0), first training", marks=pytest.mark.slow),
         pytest.param("second job, ranks (0, 1), first waiting", marks=pytest.mark.full),
         pytest.param("SIGSEGV after joining", marks=pytest.mark.full),

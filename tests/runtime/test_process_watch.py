@@ -137,7 +137,7 @@ def end(processes):
     [
         pytest.param(0, signal.SIGKILL, [], marks=pytest.mark.slow),
         pytest.param(1, signal.SIGKILL, [], marks=pytest.mark.full),
-        pytest.param(1, signal.SIGKILL, ["abort"], marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, ["abort"], marks=pytest.mark.full),
         pytest.param(0, signal.SIGSTOP, [], marks=pytest.mark.slow),
     ],
 )

@@ -55,8 +55,14 @@ def built(changes):
     return make_run(config, data_mesh(), run.training_source(config))
 
 
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_the_first_step_compiles_nothing(changes):
+FULL = ("sharded", "sample state")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in CHANGES]
+)
+def test_the_first_step_compiles_nothing(name):
+    changes = CHANGES[name]
     parts = built(changes)
     with step_events() as events:
         compiled = compile_ahead(parts.step, parts.init.shapes, parts.batch_shapes())

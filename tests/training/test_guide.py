@@ -32,7 +32,7 @@ CHUNKS = {"grad_cache.chunk_size": 8}
 HOST = CHUNKS | {"grad_cache.residency": "host"}
 TRAINING_ONLY = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 TEXTS = {"loss": "retrieval", "model": "bert-tiny"}
-SLOW = pytest.mark.slow
+SLOW, FULL = pytest.mark.slow, pytest.mark.full
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,13 +100,13 @@ def pulled_back(model, params, rows, cotangents):
 @pytest.mark.parametrize(
     ("devices", "changes"),
     [
-        pytest.param(1, {}, marks=SLOW),
+        pytest.param(1, {}, marks=FULL),
         (4, CHUNKS),
-        pytest.param(2, HOST, marks=SLOW),
+        pytest.param(2, HOST, marks=FULL),
         (2, {"guide.cache": "workdir", "guide.margin_strategy": "relative"}),
         pytest.param(1, {"loss": "retrieval"}, marks=SLOW),
         (4, CHUNKS | {"loss": "retrieval", "grad_cache.passage_chunk_size": 16}),
-        pytest.param(2, HOST | {"loss": "retrieval", "guide.margin_strategy": "relative"}, marks=SLOW),
+        pytest.param(2, HOST | {"loss": "retrieval", "guide.margin_strategy": "relative"}, marks=FULL),
     ],
     ids=str,
 )
@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_same_bits(guide, tmp_path, cache):
     assert finished[0][0] == finished[1][0] and runs.equal_bits(*(variables for _, variables in finished))
 
 
-@SLOW
+@FULL
 def test_the_command_trains_with_the_run_of_another_command(tmp_path):
     for name, changes in (("guide", {}), ("student", {"guide.model": str(tmp_path / "guide"), **MARGIN})):
         flags = runs.flags(runs.config(**TRAINING_ONLY, total_steps=1, **changes))

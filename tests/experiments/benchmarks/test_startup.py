@@ -15,7 +15,7 @@ def test_an_event_in_another_one_counts_once():
     assert startup._totals(spans) == {"trace": 2.0, "lower": 3.0, "compile": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_phases_add_up_and_the_cache_saves_compilation():
     flags = ("--model=tiny", "--batch_size=64")
     finished = runs.command("experiments.benchmarks.startup", *flags)

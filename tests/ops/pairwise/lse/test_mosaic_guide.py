@@ -14,8 +14,8 @@ from infcl_jax.ops.pairwise.fused_windows import WindowConfig
 @pytest.mark.parametrize(
     ("b", "dtype", "kind", "margin", "strategy", "by_id", "masked"),
     [
-        (150, jnp.bfloat16, "duplicates", 0.0, "absolute", False, True),
-        (130, jnp.float32, "random", 0.25, "relative", False, False),
+        pytest.param(150, jnp.bfloat16, "duplicates", 0.0, "absolute", False, True, marks=pytest.mark.full),
+        pytest.param(130, jnp.float32, "random", 0.25, "relative", False, False, marks=pytest.mark.full),
         (140, jnp.bfloat16, "random", 0.125, "absolute", True, True),
     ],
 )

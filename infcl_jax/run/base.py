@@ -52,7 +52,7 @@ from infcl_jax.training.utilization import utilization
 if TYPE_CHECKING:
     from infcl_jax.planner import Workload
 
-_SPECS = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}  # by the size of a vocabulary
+_TOKENIZER_BY_VOCAB_SIZE = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "bytes"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,6 +71,8 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
       origin: directory of the resumed or forked run; None for a new one.
       recorded: settings of the run in `origin`; None without them.
       changed: settings that differ from the recorded ones, as (old, new).
+      teacher: frozen model of distillation or guided negatives; None without one.
+      given_tokenizer: tokenizer in place of the one that the settings name; None for that one.
       check: function that evaluations call before each batch and task, which may raise to end them.
       say: function that prints a line of progress of evaluations.
     """
@@ -88,6 +90,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     recorded: RunConfig | None = None
     changed: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     teacher: Teacher | None = None
+    given_tokenizer: BaseTokenizer | None = None
     check: Callable[[], None] | None = None
     say: Callable[[str], None] | None = None
 
@@ -114,14 +117,17 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     def tokenizer(self) -> BaseTokenizer:
         """Tokenizer of the texts, which fits the model.
 
-        It is the run's copy, else the setting `tokenizer`, that of the initial weights or that of the vocabulary.
+        It is `given_tokenizer`, else the run's copy, the setting `tokenizer`, the tokenizer of the initial weights or
+        the usual one of the vocabulary.
         """
+        if self.given_tokenizer is not None:
+            return self.given_tokenizer
         config, text, tokenizer = self.config, self.model_config.text, None
         spec, size = config.tokenizer, self.base_model.text.vocab_size
         if self.origin is not None and (copied := self.origin / TOKENIZER_FOLDER).is_dir():
             spec = str(copied)
         elif spec is None:
-            spec = _SPECS.get(size)
+            spec = _TOKENIZER_BY_VOCAB_SIZE.get(size)
             if spec is None or config.model is None:
                 tokenizer = self.tokenizer_of_weights()
         if tokenizer is None and spec is None:
@@ -186,7 +192,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         return make_optimizer(self.config.optimizer, total_steps(self.config, self.source))
 
     @functools.cached_property
-    def cache(self) -> GradCacheConfig:
+    def grad_cache(self) -> GradCacheConfig:
         """Gradient caching, with as many stored chunks as fit for `grad_cache.keep = -1`."""
         if self.config.grad_cache.keep == KEEP_MOST:
             return self.workload.cache
@@ -228,63 +234,61 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     def step(self) -> TrainStep:
         """Training step, which gets the teacher's features of its batch."""
         config = self.config
-        arguments = config.seed, self.cache, self.mesh, config.parameter_sharding, config.on_nonfinite
+        arguments = config.seed, self.grad_cache, self.mesh, config.parameter_sharding, config.on_nonfinite
         step = make_train_step(self.loss, *arguments)
-        return step if self.teacher is None else self.teacher.with_features(step, self.mesh, self.cache)
+        return step if self.teacher is None else self.teacher.with_features(step, self.mesh, self.grad_cache)
 
     @functools.cached_property
-    def suite(self) -> Suite | TextRetrievalSuite:
-        """Evaluations with the tokenizer of the run."""
-        return self.evaluations(self.tokenizer)
-
     @abc.abstractmethod
-    def evaluations(self, tokenizer: BaseTokenizer) -> Suite | TextRetrievalSuite:
-        """Open the evaluations, see `infcl_jax.run.evaluation_suite`."""
+    def suite(self) -> Suite | TextRetrievalSuite:
+        """Evaluations of the run, see `infcl_jax.run.evaluation_suite`."""
 
     @functools.cached_property
     def utilization(self) -> Callable[[float], float | None]:
         """Function from pairs per second to the model FLOPs utilization, see `infcl_jax.training.utilization`."""
         config, kind = self.config, self.mesh.devices.flat[0].device_kind
         unlocked = {name: config.unlocked_groups[name] for name in config.frozen}
-        sizes = config.batch_size, self.mesh.size
-        return utilization(self.model_config, *sizes, kind, unlocked, self.precomputed)
+        return utilization(self.model_config, config.batch_size, self.mesh.size, kind, unlocked, self.precomputed)
+
+    def load_initial_weights(self, state: TrainState) -> TrainState:
+        """Return the state of a new run with the parameters of the settings `init`."""
+        return self._with_pretrained(state).with_limited_scale(self.loss.max_logit_scale)
 
     @abc.abstractmethod
-    def initialized(self, state: TrainState) -> TrainState:
-        """Return the state of a new run with the parameters of the settings `init`."""
+    def _with_pretrained(self, state: TrainState) -> TrainState:
+        """Replace the parameters that the settings `init` name, see `infcl_jax.run.initialize`."""
 
     @abc.abstractmethod
     def open_data(self) -> Source:
         """Open the training data."""
 
-    def training_data(
-        self, workdir: Path | None = None, state: TrainState | None = None, say: Callable[[str], None] = print
-    ) -> TrainIterator:
-        """Create the iterator over training batches.
+    def training_data(self, workdir: Path, state: TrainState | None, say: Callable[[str], None]) -> TrainIterator:
+        """Create the iterator over training batches, after the cached features of frozen towers and of a teacher.
 
-        Cached features of frozen towers and of a teacher are computed first, for which all processes must call this
-        method; without a state they are left out, for a finished run.
+        All processes must call this method.
+
+        Args:
+          workdir: directory of the run.
+          state: initial state, whose frozen towers encode; None for a finished run, which reads no features.
+          say: function that prints a line of progress.
         """
         features, teacher = {}, None
-        if workdir is not None and state is not None:
-            cache = FeatureCache(self, workdir, say)
+        if state is not None:
+            feature_cache = FeatureCache(self, workdir, say)
             if towers := self.precomputed:
                 own = self.model, state.variables, self.tokenizer, self.config.cache_frozen
-                features = cache.features(towers, *own, "frozen")  # type: ignore[arg-type]
+                features = feature_cache.features(towers, *own, "frozen")  # type: ignore[arg-type]
             if self.teacher is not None:
-                teacher = self.teacher.inputs(self.texts, cache)
-        return self.read(self.tokenizer, features, teacher)
+                teacher = self.teacher.inputs(self.texts, feature_cache)
+        return self.open_iterator(features, teacher)
 
     @abc.abstractmethod
-    def read(
-        self,
-        tokenizer: BaseTokenizer,
-        features: Mapping[str, FeatureStore] | None = None,
-        teacher: TeacherInputs | None = None,
+    def open_iterator(
+        self, features: Mapping[str, FeatureStore] | None = None, teacher: TeacherInputs | None = None
     ) -> TrainIterator:
         """Create the endless iterator over this process's rows of batches, see `infcl_jax.run.training_data`."""
 
-    def reading(self) -> dict[str, Any]:
+    def iterator_options(self) -> dict[str, Any]:
         """Return the arguments that the iterators over training batches share."""
         names = "batch_size", "seed", "num_workers", "num_threads", "prefetch_batches", "max_bad_records"
         processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
@@ -327,10 +331,10 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         """Write the latest checkpoint in `origin` for other programs, see `infcl_jax.export`."""
 
 
-def make_run(config: RunConfig, *parts: Any, **further: Any) -> Run:
-    """Return a run of the kind that its model decides; for the other arguments see `Run`."""
+def make_run(config: RunConfig, mesh: Mesh | None = None, source: Source | None = None, **fields: Any) -> Run:
+    """Return a run of the kind that its model decides; `fields` are further ones of `Run`."""
     from infcl_jax.run.image_text import ImageTextRun  # the kinds import this module
     from infcl_jax.run.text_retrieval import TextRetrievalRun
 
     kind = ImageTextRun if text_pair_config(config.model) is None else TextRetrievalRun
-    return kind(config, *parts, **further)
+    return kind(config, mesh, source, **fields)

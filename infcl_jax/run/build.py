@@ -55,11 +55,19 @@ def build_run(
     fixed = [name for name, setting in SETTINGS.items() if setting.fixed]
     check_fixed(changed, fixed, origin or "", "keep it, or choose another --workdir")
     doing("preparing the model")
-    run = make_run(config, mesh, source, origin, recorded, changed, load_teacher(config, mesh), check)
-    # Wrong settings end the run here, before its state is created.
+    run = make_run(
+        config,
+        mesh,
+        source,
+        origin=origin,
+        recorded=recorded,
+        changed=changed,
+        teacher=load_teacher(config, mesh),
+        check=check,
+    )
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
-    _ = run.step, run.suite, run.init
+    _ = run.step, run.init  # wrong settings end the run before its state is created
     return run
 
 
@@ -72,8 +80,8 @@ def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:
         inputs = "queries and passages" if config.loss == "retrieval" else "images and texts"
         raise ValueError(f"expected {config.teacher.path_setting} to be a model of {inputs}, got {encoder!r}")
     model, variables, cache = encoder.model, on_host(encoder.variables), config.teacher.cache
-    if isinstance(encoder, TextEncoder):
-        return Teacher(model, variables, encoder.texts, encoder.config.logit_scale, cache)
+    if isinstance(encoder, TextEncoder):  # a guide, whose scale is not used
+        return Teacher(model, variables, encoder.texts, 1.0, cache)
     limit = math.inf if config.max_logit_scale is None else config.max_logit_scale
     return Teacher(model, variables, encoder.tokenizer, min(encoder.logit_scale, limit), cache)
 

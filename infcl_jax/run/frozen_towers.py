@@ -46,7 +46,8 @@ class FeatureCache:
         All processes must call this method. Lines of progress call the towers those of the owner, such as "frozen".
         """
         run, config, devices, stores = self.run, self.run.config, self.run.mesh.local_devices, {}
-        rows = (run.cache.chunk_size or config.batch_size) // run.mesh.size  # as in a step, for features of equal bits
+        # As many rows as in a step, for features of equal bits.
+        rows = (run.grad_cache.chunk_size or config.batch_size) // run.mesh.size
         for name in towers:
             weights = on_host(tower_variables(variables, name))
             image_size: int = model.visual.image_size  # type: ignore[attr-defined]

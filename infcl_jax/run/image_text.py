@@ -111,19 +111,14 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         """Open the training data, see `infcl_jax.data.load_source`."""
         return load_source(self.config.dataset, self.config.split, self.config.data_dir)
 
-    def read(
-        self,
-        tokenizer: BaseTokenizer,
-        features: Mapping[str, FeatureStore] | None = None,
-        teacher: Any = None,
-    ) -> TrainIterator:
+    def open_iterator(self, features: Mapping[str, FeatureStore] | None = None, teacher: Any = None) -> TrainIterator:
         """Create the iterator over training batches, see `infcl_jax.run.training_data`."""
         config, local = self.config, local_processes()
         decoders = None if features and "image" in features else self._device_decoders()
-        reading = self.reading() | ({} if decoders is None else {"prefetch_batches": _PREFETCHED})
+        options = self.iterator_options() | ({} if decoders is None else {"prefetch_batches": _PREFETCHED})
         return train_iterator(
             self.source,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             image_size=self.model_config.vision.image_size,
             max_image_pixels=config.max_image_pixels,
             cores=max(1, usable_cores() // local.cores),
@@ -134,7 +129,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
             features=features,
             positives=config.positives,
             teacher=teacher,
-            **reading,
+            **options,
         )
 
     def _device_decoders(self) -> dict[jax.Device, NvImageCodecDecoder] | None:
@@ -142,7 +137,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         config = self.config
         if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
             return None
-        with contextlib.suppress(BadRecordError):
+        with contextlib.suppress(BadRecordError):  # a bad record does not say how the others are encoded
             if not isinstance(self.source[0]["image"], bytes):
                 return None
         size = self.model_config.vision.image_size
@@ -191,13 +186,14 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         return jax.tree.map(lambda a: a.update(sharding=sharding), jax.eval_shape(self.inputs, batch))
 
-    def evaluations(self, tokenizer: BaseTokenizer) -> Suite:
-        """Open the evaluations, see `infcl_jax.run.evaluation_suite`."""
+    @functools.cached_property
+    def suite(self) -> Suite:
+        """Evaluations of the run, see `infcl_jax.run.evaluation_suite`."""
         config = self.config
         return Suite(
             config.evaluation,
             self.model,
-            tokenizer,
+            self.tokenizer,
             image_size=self.model_config.vision.image_size,
             data_dir=config.data_dir,
             mesh=flat_mesh(self.mesh),
@@ -212,12 +208,10 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
             max_image_pixels=config.max_image_pixels,
         )
 
-    def initialized(self, state: TrainState) -> TrainState:
-        """Return a state with the parameters of the settings `init`, see `infcl_jax.run.initialize`."""
+    def _with_pretrained(self, state: TrainState) -> TrainState:
+        """Replace the parameters that the settings `init` name, see `infcl_jax.run.initialize`."""
         init = self.config.init
-        if init.model or init.image or init.text:
-            state = initialize(init, self.model_config, state)
-        return state.with_limited_scale(self.loss.max_logit_scale)
+        return initialize(init, self.model_config, state) if init.model or init.image or init.text else state
 
     def encoder(
         self, config: CLIPConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int

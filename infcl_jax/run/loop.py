@@ -44,8 +44,8 @@ from infcl_jax.training.compiled_step import OutOfMemory, StepMemory
 from infcl_jax.training.step import Metrics
 
 COMPILING = "compiling the training step"
-_ALL_SECONDS = 10  # between the failures of two processes that have one cause
-_failures = itertools.count()
+_FAILURE_SECONDS = 10  # barrier timeout: all processes must fail within it, so that they save together
+_failures = itertools.count()  # numbers the barriers; advances equally on all processes
 CURVES_FILE = "curves.png"
 
 
@@ -100,7 +100,7 @@ class TrainLoop:
 
     def fit(self, state: TrainState) -> dict[str, float]:
         """Run all steps after `start`, with checkpoints and evaluations; return the results of the last evaluation."""
-        if self.start and self.pauses.evaluated(self.start) and not is_evaluated(self.workdir, self.start):
+        if self.start and self.pauses.evaluates_after(self.start) and not is_evaluated(self.workdir, self.start):
             with self.progress.pause("evaluation"):
                 self.evaluate(self.start, state)
         pending: tuple[int, Metrics] | None = None
@@ -112,7 +112,7 @@ class TrainLoop:
                 with self.keeping(step, state, unreported=metrics):
                     self.callbacks.on_step(pending[0], scalars)
             pending, stop = (step, metrics), self.preemption.noticed(step)
-            if stop or self.pauses.saved(step) or self.pauses.evaluated(step):
+            if stop or self.pauses.saves_after(step) or self.pauses.evaluates_after(step):
                 pending = None
                 results = self.pause(step, state, metrics, stop)
         return results
@@ -133,13 +133,13 @@ class TrainLoop:
         self.batches.share_bad_records()
         scalars = self.report(step, metrics)  # raises before a state that is not finite is saved
         self.checkpoints.check_finite(step, state)
-        if stop or self.pauses.saved(step):  # before callbacks and the evaluation, whose failure must not lose the step
+        if stop or self.pauses.saves_after(step):  # first: a failing callback or evaluation must not lose the step
             with self.progress.pause("checkpoint"):
                 self.save(step, state)
         with self.keeping(step, state):
             self.callbacks.on_step(step, scalars)
         results: dict[str, float] = {}
-        if self.pauses.evaluated(step) and not stop:
+        if self.pauses.evaluates_after(step) and not stop:
             try:
                 with self.progress.pause("evaluation"):
                     results = self.evaluate(step, state)
@@ -150,7 +150,7 @@ class TrainLoop:
         if stop:
             self.checkpoints.wait()
             self.report_checkpoint(step, state)
-            raise self.preemption.saved(step)
+            raise self.preemption.interruption(step)
         if step == self.pauses.total_steps:
             self.export(state)
             self.report_checkpoint(step, state)
@@ -170,7 +170,7 @@ class TrainLoop:
                 export_weights(self.workdir, self.run.model_config, variables)  # type: ignore[arg-type]
 
     def report(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Check, print, record and return the metrics of one step, of which the first one saves the settings."""
+        """Check, print, record and return the metrics of a step. The first step also writes `config.json`."""
         config, steps = self.run.config, step - self.start
         metrics = jax.device_get(metrics)
         self.safeguards.check(step, metrics)
@@ -231,8 +231,8 @@ class TrainLoop:
             yield
         except Exception as error:
             messages, failure = channel(), next(_failures)
-            all_fail = messages is None or messages.meets(f"failed/{step}/{failure}", _ALL_SECONDS)
-            saved = all_fail and self.saved(step, state, unreported)
+            all_fail = messages is None or messages.meets(f"failed/{step}/{failure}", _FAILURE_SECONDS)
+            saved = all_fail and self.try_save(step, state, unreported)
             after = f"step {step}, which is {'' if saved else 'not '}saved"
             advice = f"the same command continues from {'there' if saved else 'the last checkpoint'}"
             if batch_size is not None and "RESOURCE_EXHAUSTED" in str(error):
@@ -243,7 +243,7 @@ class TrainLoop:
             error.add_note(f"failed after {after}; {advice}")
             raise
 
-    def saved(self, step: int, state: TrainState, unreported: Metrics | None = None) -> bool:
+    def try_save(self, step: int, state: TrainState, unreported: Metrics | None = None) -> bool:
         """Report and save a step; return whether it is on disk."""
         try:
             if unreported is not None:
@@ -266,7 +266,8 @@ def is_evaluated(workdir: Path, step: int) -> bool:
     """Return whether the metrics have an evaluation of a step; all processes must call it."""
     path = workdir / METRICS_FILE
     lines = read_metrics(path) if is_lead() and path.exists() else []
-    return bool(union(step for line in lines if line["step"] == step and "loss" not in line))
+    evaluated = any(line["step"] == step and "loss" not in line for line in lines)  # lines of training have a loss
+    return bool(union([step] if evaluated else []))
 
 
 def announce(run: Run, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator) -> None:

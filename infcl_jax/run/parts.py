@@ -75,8 +75,8 @@ def training_data(
     Raises:
       ValueError, FileNotFoundError: `decode` is not possible, or see `infcl_jax.data.train_iterator`.
     """
-    run = make_run(make_config(config), data_mesh() if mesh is None else mesh, source)
-    return run.read(tokenizer or run.tokenizer, features, teacher)  # type: ignore[arg-type]
+    mesh = data_mesh() if mesh is None else mesh
+    return make_run(make_config(config), mesh, source, given_tokenizer=tokenizer).open_iterator(features, teacher)
 
 
 def next_batch(config: AnyConfig, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
@@ -144,8 +144,7 @@ def evaluation_suite(
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.
     """
-    run = make_run(make_config(config), mesh, say=say, check=check)
-    return run.evaluations(tokenizer or run.tokenizer)  # type: ignore[arg-type]
+    return make_run(make_config(config), mesh, given_tokenizer=tokenizer, say=say, check=check).suite
 
 
 def loss(

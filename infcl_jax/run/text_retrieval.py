@@ -74,22 +74,17 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
         """Open the training data, see `infcl_jax.data.QuerySource`."""
         return cast(Source, QuerySource(self.config.dataset, self.config.split))
 
-    def read(
-        self,
-        tokenizer: BaseTokenizer,
-        features: Mapping[str, FeatureStore] | None = None,
-        teacher: Any = None,
-    ) -> TrainIterator:
+    def open_iterator(self, features: Mapping[str, FeatureStore] | None = None, teacher: Any = None) -> TrainIterator:
         """Create the iterator over training batches, see `pair_iterator`."""
         del features  # without frozen towers
         settings = self.config.text_retrieval
         return pair_iterator(
             cast(QuerySource, self.source),
-            self.pair_texts(tokenizer),
+            self.texts,
             hard_negatives=settings.hard_negatives,
             positive=settings.positive,
             teacher=teacher,
-            **self.reading(),
+            **self.iterator_options(),
         )
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,10 +92,11 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
         inputs = {name: batch[name] for name in ("query", "passage", "passage_mask")}
         return inputs | {name: batch[name] for name in RETRIEVAL_TEACHER if name in batch}
 
-    def evaluations(self, tokenizer: BaseTokenizer) -> TextRetrievalSuite:
-        """Open the corpus and the questions, see `infcl_jax.run.evaluation_suite`."""
+    @functools.cached_property
+    def suite(self) -> TextRetrievalSuite:
+        """Search of the corpus for the questions, see `infcl_jax.run.evaluation_suite`."""
         settings = self.config.text_retrieval
-        suite = TextRetrievalSuite(self.model, self.pair_texts(tokenizer), flat_mesh(self.mesh))
+        suite = TextRetrievalSuite(self.model, self.texts, flat_mesh(self.mesh))
         if settings.corpus is None or settings.questions is None:
             return suite
         corpus = Corpus(settings.corpus)
@@ -118,11 +114,10 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
         suite.check_inputs()
         return suite
 
-    def initialized(self, state: TrainState) -> TrainState:
-        """Return a state with the parameters of the setting `init.text`."""
-        if self.config.init.text is not None:
-            state = initialize_pair(self.config.init.text, self.model_config, state)
-        return state.with_limited_scale(self.loss.max_logit_scale)
+    def _with_pretrained(self, state: TrainState) -> TrainState:
+        """Replace the parameters that the setting `init.text` names."""
+        init = self.config.init.text
+        return state if init is None else initialize_pair(init, self.model_config, state)
 
     def encoder(
         self, config: TextPairConfig, variables: Any, tokenizer: BaseTokenizer, mesh: Mesh, batch_size: int

@@ -121,10 +121,11 @@ def _train(config: RunConfig, workdir: str | Path, preemption: Preemption, callb
             resume=config.resume,
             max_failed_saves=config.max_failed_saves,
         )
-        with WorkdirLock(workdir, say), checkpointer as checkpoints, failures():
-            training = Training(workdir, console, outputs, checkpoints, preemption, callbacks)
-            run, data, results, changed = training.train(config, mesh)
-        conclude(run, workdir if changed else None, data, results, outputs)
+        with WorkdirLock(workdir, say):
+            with checkpointer as checkpoints, failures():
+                training = Training(workdir, console, outputs, checkpoints, preemption, callbacks)
+                run, data, results, changed = training.train(config, mesh)
+            conclude(run, workdir if changed else None, data, results, outputs)
         callbacks.on_end(run.config.total_steps, results)
         return results
 
@@ -146,24 +147,26 @@ class Training:
         origin, recorded = self.origin(config)
         check, doing = self.preemption.check, self.console.doing
         run = build_run(config, mesh, origin=origin, recorded=recorded, check=check, doing=doing)
-        batch, compiled = run.batch_shapes(), None
-        if batch is not None and (self.checkpoints.latest_step() or 0) < run.config.total_steps:
-            compiled = compile_ahead(run.step, run.init.shapes, batch)
-        state = self.state(run)
-        start, total = int(state.step), run.config.total_steps
+        start, total = self.checkpoints.latest_step() or 0, run.config.total_steps
         if start > total:
             raise ValueError(
                 f"expected total_steps >= {start}, which the run in {self.workdir} has reached, got {total}; "
                 "train longer, or choose another --workdir"
             )
         trains = start < total
+        if trains:
+            self.start_writing(run.config)
+        batch, compiled = run.batch_shapes(), None
+        if trains and batch is not None:
+            compiled = compile_ahead(run.step, run.init.shapes, batch)
+        state = self.state(run)
         # No file of a finished run changes, except for the results of an evaluation that did not end.
-        completes = not trains and self.owns(run) and run.recorded is not None and evaluates(run.recorded)
+        completes = not trains and self.resumes_in_place(run) and run.recorded is not None and evaluates(run.recorded)
         completes = completes and not is_evaluated(self.workdir, start)
         if trains or completes:
             self.console.open_log(self.workdir, self.outputs)
         with contextlib.closing(self.data(run, state, trains)) as data:
-            if trains and not self.owns(run) and is_lead():  # copies of files that may move or change
+            if trains and not self.resumes_in_place(run) and is_lead():  # copies of files that may move or change
                 folder = self.workdir / TOKENIZER_FOLDER
                 self.outputs.attempt(folder, lambda: run.tokenizer.save(folder))
                 self.outputs.attempt(self.workdir / MODEL_FILE, lambda: save_base_model(run.config, self.workdir))
@@ -193,21 +196,25 @@ class Training:
             recorded = saved_config(origin) if has_settings else None
             finished = recorded is not None and recorded.total_steps == self.checkpoints.latest_step()
         finally:
-            if not finished:  # also for an error; the log of a finished run is opened if the run is longer now
-                self.console.open_log(self.workdir, self.outputs)
-        if is_lead() and not finished:
-            check_writers(config.writers)  # before hours of preparation
+            if not finished:  # also for an error; a finished run may be longer now, which its data decide
+                self.start_writing(config)
         return origin, recorded
 
-    def owns(self, run: Run) -> bool:
-        """Return whether the work directory has the checkpoint from which the run continues."""
+    def start_writing(self, config: RunConfig) -> None:
+        """Open the log and check the logins of the writers, before hours of preparation; once."""
+        self.console.open_log(self.workdir, self.outputs)
+        if is_lead():
+            check_writers(config.writers)
+
+    def resumes_in_place(self, run: Run) -> bool:
+        """Return whether the run continues from a checkpoint of its own work directory."""
         return str(run.origin) == str(self.workdir.absolute())
 
     def state(self, run: Run) -> TrainState:
         """Restore the state of the latest checkpoint, or initialize that of a new run."""
         state = run.init.create()
         if run.origin is None:
-            state = run.initialized(state)
+            state = run.load_initial_weights(state)
         else:
             self.console.doing("restoring the checkpoint")
         with name_changes(run.changed):  # adds the changed settings to an error of shapes
@@ -221,15 +228,17 @@ class Training:
             position,
             identity,
             str(run.origin),
-            forked=not self.owns(run),
+            forked=not self.resumes_in_place(run),
             moved=recorded is not None
-            and not (same_place(recorded.dataset, run.config.dataset) and "split" not in run.changed),
+            and ("split" in run.changed or not same_place(recorded.dataset, run.config.dataset)),
             indexed=state.samples is not None,
         )
         data = run.training_data(self.workdir, state if trains else None, say)
         data.dataset = identity
+        if resized:
+            position = data.get_state() | {"next_batch": position["next_batch"]}
         if position is not None:
-            data.set_state(data.get_state() | {"next_batch": position["next_batch"]} if resized else position)
+            data.set_state(position)
         if run.config.grad_cache.residency != "replay" and trains:
             data.start_prefetch()  # the readers start during the rest of the preparation
         return data

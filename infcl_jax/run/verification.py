@@ -157,10 +157,10 @@ class _Step:
     def value_and_grad(self, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
         """Run the step with an optimizer that stores the gradients."""
         run, host = self.run, _flat_passages(jax.device_get(dict(batch)))
-        step = make_train_step(self.loss, run.config.seed, run.cache, run.mesh, run.config.parameter_sharding)
+        step = make_train_step(self.loss, run.config.seed, run.grad_cache, run.mesh, run.config.parameter_sharding)
         state = self._with_params(params)
         state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))
-        rows = shard_batch(run.mesh, host) if run.cache.residency == "device" else host
+        rows = shard_batch(run.mesh, host) if run.grad_cache.residency == "device" else host
         state, metrics = step(state, rows)
         return metrics["loss"], merge(jax.tree.map(jnp.zeros_like, params), state.opt_state)
 

@@ -58,7 +58,7 @@ class Preemption:
       ...     preemption.joined()
       ...     for step in range(1, 4):
       ...         if preemption.noticed(step):  # after SIGTERM: save a checkpoint of this step
-      ...             raise preemption.saved(step)
+      ...             raise preemption.interruption(step)
 
     Args:
       timeout: seconds from the signal to the end of the process.
@@ -155,7 +155,7 @@ class Preemption:
         if self.noticed(self._step):
             raise Interrupted(self._nothing_to_save())
 
-    def saved(self, step: int) -> Interrupted:
+    def interruption(self, step: int) -> Interrupted:
         """Return the exception that ends the run after a checkpoint of `step`."""
         return Interrupted(
             f"asked to stop: saved step {step}; the same {self._again} continues from there ({self._reason})"

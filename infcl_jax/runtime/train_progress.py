@@ -28,7 +28,7 @@ class Pauses:
 
     Examples:
       >>> pauses = Pauses(total_steps=1000, eval_every=500)
-      >>> [step for step in (250, 500, 1000) if pauses.evaluated(step)]
+      >>> [step for step in (250, 500, 1000) if pauses.evaluates_after(step)]
       [500, 1000]
 
     Attributes:
@@ -45,13 +45,13 @@ class Pauses:
     saves_evaluated: bool = False
     evaluates: bool = True
 
-    def evaluated(self, step: int) -> bool:
+    def evaluates_after(self, step: int) -> bool:
         """Return whether the run evaluates after a step."""
         return step == self.total_steps or _is_multiple(step, self.eval_every)
 
-    def saved(self, step: int) -> bool:
+    def saves_after(self, step: int) -> bool:
         """Return whether the run saves after a step."""
-        both = self.saves_evaluated and self.evaluates and self.evaluated(step)
+        both = self.saves_evaluated and self.evaluates and self.evaluates_after(step)
         return both or step == self.total_steps or _is_multiple(step, self.checkpoint_every)
 
     def left(self, step: int) -> dict[str, int]:

@@ -340,7 +340,7 @@ class Recorder:
     def noticed(self, step):
         return step == self.last
 
-    def saved(self, step):
+    def interruption(self, step):
         return Interrupted(f"saved step {step}")
 
     def run(self, start, stop_at=None, workdir=Path(), callback=None, **guards):

@@ -26,8 +26,8 @@ def test_each_part_is_built_once(monkeypatch):
     counts = {name: counted(monkeypatch, module, name) for module, name in names}
     built = build_run(make_config(runs.config(**{"grad_cache.chunk_size": 16})), oracle.mesh_of(1))
     for _ in range(2):
-        built.training_data().close()
-        assert built.init.shapes.step.shape == () and built.workload.cache is built.cache
+        built.open_iterator().close()
+        assert built.init.shapes.step.shape == () and built.workload.cache is built.grad_cache
         assert built.suite.chance and built.batch_shapes()["image"].shape == (32, runs.SIDE, runs.SIDE, 3)
     assert {name: len(calls) for name, calls in counts.items()} == dict.fromkeys(counts, 1)
 
@@ -43,13 +43,13 @@ def test_as_many_chunks_are_stored_as_fit(monkeypatch):
     """The setting stays -1 in the record of the run."""
     monkeypatch.setattr(base, "device_memory_limit", lambda: 2**30)
     built = make_run(make_config(runs.config(**{"grad_cache.chunk_size": 8, "grad_cache.keep": -1})), oracle.mesh_of(1))
-    assert (built.config.grad_cache.keep, built.cache.keep, built.cache.chunk_size) == (-1, 4, 8)
-    assert run.workload(built.config, 1, memory_limit=2**30).cache == built.cache
+    assert (built.config.grad_cache.keep, built.grad_cache.keep, built.grad_cache.chunk_size) == (-1, 4, 8)
+    assert run.workload(built.config, 1, memory_limit=2**30).cache == built.grad_cache
 
 
 def test_chunks_that_do_not_fit_the_devices_are_refused():
     with pytest.raises(ValueError, match=r"grad_cache.chunk_size to be a multiple of the 4 devices, got 6"):
-        _ = make_run(make_config(runs.config(**{"grad_cache.chunk_size": 6})), oracle.mesh_of(4)).cache
+        _ = make_run(make_config(runs.config(**{"grad_cache.chunk_size": 6})), oracle.mesh_of(4)).grad_cache
 
 
 def test_the_planner_is_not_imported_to_train():

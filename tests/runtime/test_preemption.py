@@ -61,7 +61,9 @@ def test_a_signal_is_noticed_from_then_on(received, number):
         kill(number)  # from a scheduler and a wrapper script
         assert stop.noticed(2)
         assert stop.noticed(3)
-        assert str(stop.saved(3)).endswith(f"saved step 3; the same command continues from there ({number.name})")
+        assert str(stop.interruption(3)).endswith(
+            f"saved step 3; the same command continues from there ({number.name})"
+        )
         with pytest.raises(Interrupted, match=f"no new step to save.*{number.name}"):
             stop.check()
     assert received == []
@@ -133,7 +135,7 @@ def test_all_processes_stop_at_the_call_after_the_latest_one(other):
         while len(other.received("stop/tick")) < 2:
             pass
         assert [stop.noticed(step) for step in (2, 3, 4)] == [False, False, True]
-        assert "(SIGHUP, process 1)" in str(stop.saved(4))
+        assert "(SIGHUP, process 1)" in str(stop.interruption(4))
 
 
 def test_a_signal_to_one_process_reaches_the_others(other):

@@ -68,7 +68,7 @@ def test_the_first_step_compiles_nothing(name):
         compiled = compile_ahead(parts.step, parts.init.shapes, parts.batch_shapes())
         state = parts.init.create()
         compiled.result()
-        with contextlib.closing(parts.training_data()) as data:
+        with contextlib.closing(parts.open_iterator()) as data:
             state, _ = parts.step(state, parts.next_batch(data))
     assert events == ONCE
     assert int(state.step) == 1

@@ -43,7 +43,7 @@ def config(workdir, **changes):
 def captured(config, teacher, mesh, tmp_path):
     """The batch of the first step as the step gets it, and the batch of the pipeline."""
     built, batches = make_run(make_config(config), mesh, run.training_source(config), teacher=teacher), []
-    step = teacher.with_features(lambda state, batch: (state, batches.append(batch)), mesh, built.cache)
+    step = teacher.with_features(lambda state, batch: (state, batches.append(batch)), mesh, built.grad_cache)
     with contextlib.closing(built.training_data(tmp_path, built.init.shapes, print)) as data:
         batch = built.next_batch(data)
         step(None, batch)

@@ -117,14 +117,14 @@ def test_the_step_is_that_of_float64(guide, corpus, tmp_path, devices, changes):
     built = make_run(settings, mesh, run.training_source(settings), teacher=load_teacher(settings, mesh))
     state = built.init.create()
     params = jax.device_get(state.params)
-    step = make_train_step(built.loss, settings.seed, built.cache, mesh)
+    step = make_train_step(built.loss, settings.seed, built.grad_cache, mesh)
 
     def captured(state, batch):
         batches.append(jax.device_get(batch))
         return step(state, batch)
 
     with contextlib.closing(built.training_data(tmp_path, state, print)) as data:
-        state, metrics = built.teacher.with_features(captured, mesh, built.cache)(state, built.next_batch(data))
+        state, metrics = built.teacher.with_features(captured, mesh, built.grad_cache)(state, built.next_batch(data))
     batch, names = batches[0], ("query", "passage") if retrieval else ("image", "text")
     rows = [batch[name] for name in names]
     x, y, scale, _ = jax.jit(built.model.apply)({"params": params}, *rows)

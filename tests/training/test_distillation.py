@@ -97,7 +97,7 @@ def test_a_step_learns_from_the_teacher(workdir, tmp_path):
     teacher, source = load_teacher(make_config(settings), mesh), run.training_source(settings)
     state = run.initial_state(settings, mesh)
     loss = run.loss(settings, mesh, teacher_scale=2 * teacher.scale)
-    cache, divergences = make_run(make_config(settings), mesh).cache, []
+    cache, divergences = make_run(make_config(settings), mesh).grad_cache, []
     step = teacher.with_features(make_train_step(loss, settings.seed, cache, mesh), mesh, cache)
     with contextlib.closing(run.training_data(settings, source, TOKENIZER, mesh)) as data:
         batch = run.next_batch(settings, data, mesh)

@@ -87,14 +87,16 @@ def run(
             work = task.tile(r)
             state, range_to_load = pipeline.begin(work, state)
             vectors = prefetch(work)
-            *others, last = schedule.products
-            tiles: list[Array] = []
-            for product in others:
+            *before_last, last = schedule.products
+            similarities: list[Array] = []
+            for product in before_last:
                 state, s = pipeline.multiply(product, range_to_load, state, lambda s: s)
                 if between is not None:
                     between(work, s, vectors)
-                tiles.append(s)
-            return pipeline.multiply(last, range_to_load, state, lambda s: epilogue(work, *tiles, s, vectors, carry))
+                similarities.append(s)
+            return pipeline.multiply(
+                last, range_to_load, state, lambda s: epilogue(work, *similarities, s, vectors, carry)
+            )
 
         def compute_task(i: Array, state: State) -> State:
             task = pipeline.task(i)
@@ -128,7 +130,7 @@ def run(
             smem((t.stages, t.cta_rows, TILE_K)),
             smem((t.stages, t.columns, TILE_K)),
             smem((WARPGROUPS, t.store_slots, SUBTILE, SUBTILE)) if t.store_slots else plgpu.Barrier(),  # placeholder
-            plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),  # of the copies of x and y
             plgpu.ClusterBarrier(collective_axes=("member",), **empty) if t.cluster > 1 else plgpu.Barrier(**empty),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -191,7 +193,16 @@ class _Pipeline:
         schedule = self.schedule
         task = self.cluster + i * schedule.grid_clusters
         if schedule.band:
-            return WorkTile(schedule, self.refs, self.warpgroup, task, self.refs["band_first"][task], task, task)
+            first = self.refs["band_first"][task]
+            return WorkTile(
+                schedule,
+                self.refs,
+                self.warpgroup,
+                column_partial=task,
+                column_tile=first,
+                first_row_tile=task,
+                row_tile=task,
+            )
         segment, cluster_tile = schedule.segment_and_columns(task)
         column_tile = cluster_tile * schedule.tiles.cluster + self.member
         column_partial, first_row_tile = segment * WARPGROUPS + self.warpgroup, segment * schedule.segment

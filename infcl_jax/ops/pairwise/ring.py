@@ -6,7 +6,8 @@ module contains only the collectives, to be used inside `shard_map`. The backend
 
 Several mesh axes form a hierarchical ring. Blocks go around the last axis (the devices of a host) once for each step
 along the axis before it (the hosts). Few blocks then use the slow links, and each of these transfers overlaps with the
-compute of a whole inner rotation.
+compute of a whole inner rotation. Each axis before the last needs memory for one more block of column features, and in
+the backward pass for two more of their accumulators.
 
 In the backward pass a block is split into slices: contiguous column ranges, each sent in one transfer.
 """
@@ -106,10 +107,11 @@ def accumulate(
 ) -> tuple[Any, Any]:
     """Rotate slices of columns and their accumulators around the ring and accumulate in place.
 
-    Accumulators move together with their slices, so that no device stores a contribution in addition to its
+    Accumulators move together with their slices, so that on one axis no device stores a contribution in addition to its
     accumulator. Use this for accumulators larger than their slices, such as gradients. The next slice arrives during
-    the compute of the current one, and only that slice is in memory twice. The own block comes last. Only the first
-    transfer of the first slice is exposed.
+    the compute of the current one, and only that slice is in memory twice. Along an axis, device r compares the blocks
+    of r + 1, r + 2, ..., and its own last. Only the first transfer of the first slice is exposed, or every transfer of
+    a block with a single slice.
 
     Args:
       compare: `compare(first, column_slice, local, remote, own) -> (local, remote)` adds the contributions of a slice,
@@ -123,20 +125,17 @@ def accumulate(
     Returns:
       `(local, remote)` with the contributions of all devices, each on the device that owns it.
     """
-    starts, slices = zip(*split((columns, remote), axis_name), strict=True)
-    column_slices, accumulators = map(list, zip(*slices, strict=True))
+    axes = ring_axes(axis_name)
+    if not axes:
+        return compare(0, columns, local, remote, True)
+    starts, slices = zip(*split((columns, remote)), strict=True)
+    (first, *others), accumulators = map(list, zip(*slices, strict=True))
 
     def compare_slice(i: int, *arguments: Any) -> tuple[Any, Any]:
         return compare(starts[i], *arguments)
 
-    axes = ring_axes(axis_name)
-    if axes:
-        first, *others = column_slices
-        column_slices = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
-        local, accumulators = _rotate_accumulate(compare_slice, column_slices, local, accumulators, axes, own=True)
-    else:
-        for i, column_slice in enumerate(column_slices):
-            local, accumulators[i] = compare_slice(i, column_slice, local, accumulators[i], True)
+    column_slices = [_shift(first, axes, -1), *_shift(others, axes[:-1], -1)]
+    local, accumulators = _rotate_accumulate(compare_slice, column_slices, local, accumulators, axes, own=True)
     return local, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *accumulators)
 
 
@@ -145,9 +144,8 @@ def _rotate_accumulate(
 ) -> tuple[Any, list]:
     """Rotate once around all axes, ending with the own block if `own`.
 
-    Blocks come from the furthest device to the nearest. The first slice starts on the device that compares it first.
-    The other slices start one hop before it along the last axis. `remote` stays on the last device that compares its
-    block.
+    The first slice starts on the device that compares it first. The other slices start one hop before it along the last
+    axis. `remote` stays on the last device that compares its block.
     """
     size, inner = lax.axis_size(axes[0]), axes[1:]
     if not inner:
@@ -215,14 +213,12 @@ def _after(done: Any, tree: Any) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_update_slice_in_dim(a, a[:1], zero, 0) if a.ndim > 1 else a, tree)
 
 
-def split(tree: Any, axis_name: AxisName | None) -> list[tuple[int, Any]]:
+def split(tree: Any) -> list[tuple[int, Any]]:
     """Split a pytree of column arrays into slices.
 
-    Each slice comes with the index of its first column. On a single device there is one slice. The last slice contains
-    the padding of accumulators.
+    Each slice comes with the index of its first column. The first array has the columns without padding; the last slice
+    contains the padding of accumulators.
     """
-    if not ring_axes(axis_name):
-        return [(0, tree)]
     columns = jax.tree.leaves(tree)[0].shape[0]
     width = slice_columns(columns)
 
@@ -239,7 +235,7 @@ def slice_columns(columns: int) -> int:
 
 
 def rotating_bytes(rows: int, width: int, dtype: Any, devices: int) -> int:
-    """Bytes of the rotating columns on each device.
+    """Bytes of the rotating columns on each device of a ring along one axis.
 
     These are a block of `rows` columns, the second buffer of one slice and that slice's fp32 accumulators.
     """

@@ -416,7 +416,7 @@ def test_calls_of_one_program_compute_only_what_each_needs():
     assert counts(second)[0] < counts(first)[0]
 
 
-@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), pytest.param(True, 9, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])
 def test_a_ring_of_eight_lowers(by_id, number):
     """Lowers inside a checked `shard_map`.
 

@@ -186,7 +186,7 @@ def cache_features(
 def _segment_arrays(
     source: Source, tower: TowerInput, encode: Encode, rows: int, samples: range, threads: int
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Compute the arrays of a segment, those of `FeatureStore`, and the messages of its bad samples."""
+    """Compute the arrays of a segment for `FeatureStore`, and the messages of its bad samples."""
     messages: list[str] = []  # "" for good samples
     captions: list[tuple[str, ...]] = []
 

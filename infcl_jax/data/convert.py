@@ -107,7 +107,7 @@ def convert(
         _write_records(output, name, _good_examples(range(len(source)), read), len(shards))
         written = load_source(output.name, name, output.parent)
     left_out = dropped_samples(source)
-    if len(written) < len(source):  # also those of the tar files that an interrupted conversion wrote
+    if len(written) < len(source):  # also in the tar files that an interrupted conversion wrote
         left_out["bad record"] = len(source) - len(written)
     line = f"{dataset}: {len(written)} samples in {time.monotonic() - start:.1f} s, {output}"
     return f"{line}; left out: {format_counts(left_out)}" if left_out else line

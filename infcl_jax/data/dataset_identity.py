@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 def hash_samples(digest: Any, source: Source, *, count: int = _PROBES, messages: bool = False) -> None:
     """Add the contents of `count` evenly spaced samples to a hash, an object of `hashlib`.
 
-    With `messages`, those of bad records count, which name files.
+    With `messages`, the messages of bad records count, which name files.
     """
     for index in np.linspace(0, len(source) - 1, count).astype(int).tolist():
         try:
@@ -67,7 +67,7 @@ def check_same_data(
       identity: identity of the dataset, from `dataset_identity`.
       workdir: work directory of the checkpoint, for the error message.
       forked: whether this run starts from the state of another one.
-      moved: whether path or split of the dataset differ from those of the run.
+      moved: whether path or split of the dataset differ from the run's.
       indexed: whether the state has values for each sample.
 
     Returns:

@@ -97,7 +97,7 @@ class TrainIterator(grain.DatasetIterator):
       >>> first, state = next(batches), batches.get_state()  # `set_state(state)` continues there
       >>> batches.close()
 
-    Arguments that are not listed are those of `train_iterator`.
+    For arguments that are not listed see `train_iterator`.
 
     Args:
       source: source of the samples.
@@ -110,7 +110,7 @@ class TrainIterator(grain.DatasetIterator):
 
     Attributes:
       bad_records: bad records in the returned batches of this process, and those that `BadRecords.add` adds.
-      dataset: values to save with the state, such as those of `infcl_jax.data.dataset_identity`.
+      dataset: values to save with the state, such as `infcl_jax.data.dataset_identity`'s.
     """
 
     def __init__(

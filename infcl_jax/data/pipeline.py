@@ -31,7 +31,7 @@ from infcl_jax.data.tokenizers import Tokenizer
 from infcl_jax.data.transforms import Augmentation, Geometry, resize_center_crop
 from infcl_jax.ops.common.checks import check_choice
 
-TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; those of worker processes
+TRUNCATED = "truncated_captions"  # name in `TrainIterator.stats`; counted by worker processes
 
 # Offsets of the seed in the keys of random generators; [0, 2**32) are the streams of `data.shapes`.
 _STREAM = 2**32  # captions and geometry
@@ -63,7 +63,7 @@ class _TrainChunk:
 
     def read(self, rows: Sequence[tuple[int, int]], to_image: Callable[[int, Example], Any]) -> dict[str, Any]:
         """Read the records of rows; "image" is the list of results of `to_image(row, example)`."""
-        take_seconds()  # those of a chunk that raised
+        take_seconds()  # of a chunk that raised
         image_ids: dict[int, np.ndarray] = {}  # by row
 
         def decode(row: int, example: Example) -> Any:

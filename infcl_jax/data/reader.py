@@ -150,7 +150,7 @@ class BadRecords:
             return sorted(self._indices)
 
     def restore(self, indices: Iterable[int]) -> None:
-        """Replace all records by those of a checkpoint."""
+        """Replace all records by a checkpoint's."""
         with self._lock:
             self._indices = set(indices)
 

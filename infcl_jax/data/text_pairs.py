@@ -30,8 +30,8 @@ class PairTexts:
       (1, 24)
 
     Attributes:
-      tokenizer: tokenizer whose context length is that of the passages.
-      query_length: tokens of a query, special tokens included; None: those of a passage.
+      tokenizer: tokenizer with the context length of the passages.
+      query_length: tokens of a query, special tokens included; None: as many as of a passage.
       separator: text between the title and the text of a passage, such as " [SEP] ", which a tokenizer of BERT reads as
         its separator token.
     """
@@ -75,7 +75,7 @@ class _PairChunk:
     teacher: PairTexts | None = None
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        take_seconds()  # those of a chunk that raised
+        take_seconds()  # of a chunk that raised
         bad: dict[int, str] = {}
         with timed(READ):
             read = [read_good(self.source.__getitem__, index, len(self.source), bad) for _, index in rows]
@@ -121,7 +121,7 @@ def pair_iterator(
 ) -> TrainIterator:
     """Create an endless iterator of training batches of queries with passages.
 
-    Order, epochs and resume are those of `infcl_jax.data.train_iterator`.
+    Order, epochs and resume are as in `infcl_jax.data.train_iterator`.
 
     Examples:
       >>> source, texts = QuerySource("dpr/train.json"), PairTexts(load_tokenizer("bytes", 32))

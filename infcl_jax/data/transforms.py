@@ -28,7 +28,7 @@ def _check_image(image: np.ndarray) -> None:
 
 
 class Resize(NamedTuple):
-    """Resize of the evaluation transform; the names are those of OpenCLIP's `preprocess_cfg`.
+    """Resize of the evaluation transform; the names are as in OpenCLIP's `preprocess_cfg`.
 
     The mode "shortest" resizes the short side and crops the central square; "squash" resizes both sides. The
     interpolation is "bicubic" or "bilinear", antialiased.
@@ -152,7 +152,7 @@ class Augmentation(Section, prefix="augmentation."):
     """Training transform: random resized crop, shift, horizontal flip and colors.
 
     By default images are not flipped, because captions may say "left". The colors are adjusted on the device, see
-    `infcl_jax.ops.color`; their settings are those of OpenCLIP's `--aug-cfg`.
+    `infcl_jax.ops.color`; their settings are as in OpenCLIP's `--aug-cfg`.
 
     The factors of brightness, contrast and saturation are uniform in [1 - range, 1 + range], the shift of the hue in
     [-range, range] turns. Their order is random. Gray images follow it. The range `ratio` of the crop's width over

@@ -53,7 +53,7 @@ def class_data_names() -> tuple[str, ...]:
 def class_data(name: str) -> ClassData:
     """Return the class names and prompt templates of a public data set.
 
-    Names are those of clip_benchmark, such as "imagenet1k", "imagenet-a", "objectnet", "cifar100" or "sun397". Class
+    Names are clip_benchmark's, such as "imagenet1k", "imagenet-a", "objectnet", "cifar100" or "sun397". Class
     order is the label order of torchvision or VTAB. ImageNet's templates are the 80 of CLIP (Radford et al. 2021,
     arXiv:2103.00020, appendix A).
 
@@ -97,7 +97,7 @@ def class_data(name: str) -> ClassData:
 def read_class_names(path: str | Path) -> tuple[str, ...]:
     """Read class names, one a line in label order.
 
-    The format is that of `classnames.txt` in clip_benchmark's webdatasets. A blank line inside the file is an empty
+    The format is as in `classnames.txt` of clip_benchmark's webdatasets. A blank line inside the file is an empty
     class name, as there. Blank lines at the end are ignored. A `.json` file is a list of names.
 
     Examples:
@@ -122,8 +122,8 @@ def read_class_names(path: str | Path) -> tuple[str, ...]:
 def read_templates(path: str | Path) -> Templates:
     """Read prompt templates, one a line.
 
-    The format is that of `zeroshot_classification_templates.txt` in clip_benchmark's webdatasets. A `.json` file is a
-    list of templates, or an object of the prompts of each class, as those of CuPL (Pratt et al. 2023,
+    The format is as in `zeroshot_classification_templates.txt` of clip_benchmark's webdatasets. A `.json` file is a
+    list of templates, or an object of the prompts of each class, as CuPL's (Pratt et al. 2023,
     arXiv:2209.03320).
 
     Examples:

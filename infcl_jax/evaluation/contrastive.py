@@ -20,7 +20,7 @@ def split_loss(
 
     Every other sample of the split is a negative. Unlike a mean over evaluation batches, the loss does not depend on
     the batch size, so it compares runs trained with different batch sizes. Its chance level is the logarithm of the
-    size of the split. The loss is that of CLIP (arXiv:2103.00020, figure 3).
+    size of the split. The loss is CLIP's (arXiv:2103.00020, figure 3).
 
     Examples:
       >>> round(split_loss(np.asarray(image), np.asarray(text), 14.3, mesh), 2)

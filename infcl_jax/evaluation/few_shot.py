@@ -33,7 +33,7 @@ class FewShot:
 
     Attributes:
       metrics: mean and standard deviation of the test results over the draws, as fractions, such as
-        {"1_shot": 0.31, "1_shot_std": 0.02}. The deviation is that of the population (ddof = 0).
+        {"1_shot": 0.31, "1_shot_std": 0.02}. The deviation is the population's (ddof = 0).
       draws: test result of each draw, by number of shots.
     """
 
@@ -65,7 +65,7 @@ def few_shot(
     `ridge` is the closed-form least squares of big_vision (Beyer et al. 2022): features are standardized with the
     statistics of the k samples, targets are -1 and 1. It takes milliseconds, so that it can run during training.
 
-    Draws are balanced and nested: the samples of k shots are among those of more shots of the same draw.
+    Draws are balanced and nested: the samples of k shots are among the samples of more shots in the same draw.
 
     Examples:
       >>> features, labels = np.repeat(np.eye(3, dtype=np.float32), 4, axis=0), np.repeat(np.arange(3), 4)

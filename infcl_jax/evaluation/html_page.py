@@ -49,7 +49,7 @@ def new_page(title: str, *, style: str = "", script: str = "") -> tuple[Element,
 
     Args:
       title: title and heading.
-      style: CSS rules after those of all pages.
+      style: CSS rules after the common ones.
       script: JavaScript, which the caller adds to the end of the body.
 
     Returns:

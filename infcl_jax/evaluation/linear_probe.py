@@ -79,7 +79,7 @@ def linear_probe(
 ) -> LinearProbe:
     """Train a logistic regression on frozen features and test it.
 
-    The protocol is that of CLIP (Radford et al. 2021, arXiv:2103.00020, appendix A.3): L-BFGS with at most 1000
+    The protocol is CLIP's (Radford et al. 2021, arXiv:2103.00020, appendix A.3): L-BFGS with at most 1000
     iterations, and an L2 strength that is searched on a validation set, see `search_regularization`. The final
     classifier is trained on training and validation set together. Features are used as given: CLIP probes features
     before the projection, clip_benchmark probes normalized embeddings.
@@ -142,7 +142,7 @@ def adamw_probe(
 ) -> LinearProbe:
     """Train a linear classifier on frozen features with AdamW and test it.
 
-    The protocol is that of clip_benchmark: normalized features, batches of 64, and a learning rate of 0.1 with cosine
+    The protocol is clip_benchmark's: normalized features, batches of 64, and a learning rate of 0.1 with cosine
     decay. A validation set chooses the weight decay from 1e-6 to 1e2 by the search of `linear_probe`. The final
     classifier is trained on training and validation set together. Initial weights and the order of the samples are
     random, so results agree with clip_benchmark's up to the noise of its seeds.

@@ -55,7 +55,7 @@ class LogisticRegression(LinearClassifier):
 class LogisticRegressionSolver:
     """Fit logistic regressions to one training set.
 
-    The loss is that of scikit-learn's `LogisticRegression` with C = 1 / regularization: the sum of the cross-entropies
+    The loss is scikit-learn's `LogisticRegression` with C = 1 / regularization: the sum of the cross-entropies
     plus half the regularization times the squared norm of the weights. The bias is not regularized. For two classes,
     the penalty is that of the difference of their weights, as in binary logistic regression.
 

@@ -92,7 +92,7 @@ class OpenTask:
         return self.task.main_metric or self.main_metrics[0]
 
     def result(self, metrics: Mapping[str, float], images: int, **shown: Any) -> TaskResult:
-        """Return a result; the main metric of few-shot classification is that of the largest number of shots."""
+        """Return a result; the main metric of few-shot classification has the most shots."""
         main_metric = f"{max(self.task.shots)}_shot" if self.kind == "few_shot" else self.main_metric
         metrics = {name: value for name, value in metrics.items() if name != "top5" or self.has_top5}
         name, kind = self.task.name, self.kind
@@ -157,7 +157,7 @@ def check_records(source: Source) -> None:
 
     Raises:
       ValueError: the split is empty.
-      BadRecordError: none of them can be read; the message is that of the first.
+      BadRecordError: none of them can be read; the message names the first.
     """
     if not len(source):
         raise ValueError(f"expected records in {source.name}, split {source.split}, got none")

@@ -1,6 +1,6 @@
 """Suites of benchmarks, and the metric that a suite averages.
 
-Names and main metrics are those of DataComp (arXiv:2304.14108, table 7; `tasklist.yml` of mlfoundations/datacomp). The
+Names and main metrics are DataComp's (arXiv:2304.14108, table 7; `tasklist.yml` of mlfoundations/datacomp). The
 name of a benchmark gives its folder in the layout of clip_benchmark: "vtab/pets" is in `wds_vtab-pets`, or in
 `wds_vtab-pets_test` as DataComp downloads it.
 """

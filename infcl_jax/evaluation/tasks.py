@@ -158,7 +158,7 @@ def load_tasks(names: Sequence[str], data_dir: str | Path) -> tuple[list[Task], 
       the lead process logs their names.
 
     Raises:
-      FileNotFoundError: a file, a benchmark or all those of a suite are missing.
+      FileNotFoundError: a file, a benchmark or all benchmarks of a suite are missing.
       ValueError: a file has no `get_task()`, two tasks have the same name, or a suite or file has a kind of `PROBES`.
     """
     tasks: dict[Task, None] = {}
@@ -227,7 +227,7 @@ def _task_of_path(name: str) -> Task | None:
 
 
 def _evaluation_split(path: str) -> str:
-    """Return the split of a dataset that an evaluation uses; "train" is that of a dataset without splits."""
+    """Return the split of a dataset that an evaluation uses; "train" for a dataset without splits."""
     if files.is_file(f"{path}/{_SPLIT}/{SHARD_COUNT}") or karpathy_images(path) is not None:
         return _SPLIT
     for split in (_SPLIT, "validation") if os.path.isdir(path) else ():
@@ -280,7 +280,7 @@ def _task_of_file(path: str) -> Task:
 
 
 def task_classes(task: Task, source: Source) -> Classes:
-    """Return the class names and templates of a task, else those of its dataset."""
+    """Return the class names and templates of a task, else of its dataset."""
     names, origin = task.class_names, f"templates of {task.name}"
     templates: Any = task.templates
     if isinstance(names, str):

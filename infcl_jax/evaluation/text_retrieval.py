@@ -36,7 +36,7 @@ class TextRetrievalSuite:
     (Karpukhin et al. 2020, section 4). Relevance judgments give MRR@10 and recall@1000, over the queries with a
     relevant passage. Passages that share an id are one document, at the rank of the best of them.
 
-    The corpus is encoded block by block. Its best passages so far are merged with those of each block, so neither its
+    The corpus is encoded block by block. The best passages so far are merged with each block's, so neither its
     features nor the similarities of all pairs are in memory at once.
 
     Examples:

@@ -41,7 +41,7 @@ def cached_value_and_grad(
     3.3.
 
     Encoders must be pure functions, so they cannot update running statistics. An encoder that mixes rows, such as batch
-    norm in training, mixes those of one device's shard of a chunk instead of those of the batch. The result is then the
+    norm in training, mixes one device's shard of a chunk instead of the batch. The result is then the
     exact gradient of this chunked function.
 
     Randomness: both passes call an encoder with the key `fold_in(fold_in(rng, encoder), shard)`. `encoder` is the index

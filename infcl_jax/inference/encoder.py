@@ -166,7 +166,7 @@ class Encoder:
     def zero_shot(
         self, images: Sequence[ImageLike], classes: Sequence[str], templates: Prompts | None = None
     ) -> np.ndarray:
-        """Classify images by the similarity of their features to those of class prompts.
+        """Classify images by the similarity of their features to class prompts.
 
         The probabilities are a softmax over the classes, also for models trained with the sigmoid loss, whose logit
         bias cancels out.

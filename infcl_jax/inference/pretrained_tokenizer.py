@@ -27,7 +27,7 @@ from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
 _logger = logging.getLogger(__name__)
 
-TOKENIZER_FOLDER = "tokenizer"  # of a run's vocabulary, in its work directory; of that of an exported model
+TOKENIZER_FOLDER = "tokenizer"  # of the vocabulary of a run, in its work directory, or of an exported model
 
 # Files of each kind of tokenizer; the first one tells the kind.
 _FILES = {
@@ -48,7 +48,7 @@ def pretrained_tokenizer(source: Source, model: CLIPConfig | TextPairConfig, cle
     """Load the tokenizer of a pretrained model.
 
     Its files are in the folder or Hub repository of the model, in the subfolder `tokenizer`, or in the Hub repository
-    that OpenCLIP's configuration names. CLIP's vocabulary is also that of an installed package.
+    that OpenCLIP's configuration names. CLIP's vocabulary may also be in an installed package.
 
     Raises:
       FileNotFoundError: a file on the Hub cannot be fetched.

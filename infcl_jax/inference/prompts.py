@@ -46,7 +46,7 @@ def class_embeddings(
         params: parameters of `encode_text`, on `mesh`.
         tokenizer: tokenizer of n texts as int32 [n, L].
         class_names: C class names.
-        templates: prompt templates, or the prompts of each class by name, as those of CuPL (Pratt et al. 2023,
+        templates: prompt templates, or the prompts of each class by name, as CuPL's (Pratt et al. 2023,
             arXiv:2209.03320). A template is a string with "{}" for the class name and no other braces, or a function of
             the name.
         mesh: mesh with an axis "data"; prompts are encoded on all its devices.

@@ -113,7 +113,7 @@ class TextEncoder:
         for name, tokenizer in tokenizers.items():
             tokenizer.save(folder := Path(path) / ENCODER_FOLDERS[name])
             if (file := folder / CONFIG_FILE).is_file():
-                # The class reads tokenizer.json as it is; that of BERT would choose its own lower case.
+                # The class reads tokenizer.json as it is; BERT's class would choose its own lower case.
                 options = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": lengths[name]}
                 file.write_text(json.dumps(read_json(file, limit=CONFIG_BYTES) | options, indent=2) + "\n")
         return checked

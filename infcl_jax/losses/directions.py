@@ -46,7 +46,7 @@ def mean_of_both(
 ) -> Float[Array, ""]:
     """Average the means over rows and over columns, with equal or given weights of the pairs.
 
-    If both have the same count, the result and its gradients are those of one mean over pairs, bit for bit.
+    If both have the same count, the result and its gradients equal one mean over pairs, bit for bit.
     """
     if rows.mask is columns.mask:
         return global_mean((rows.loss + columns.loss) / 2, rows.mask, axis_name, weights)

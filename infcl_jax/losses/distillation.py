@@ -108,7 +108,7 @@ def clip_and_distillation(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return `clip_loss` and `distillation_loss` from one sweep over the pairs.
 
-    Arguments and errors are those of `distillation_loss`. The student's similarities serve both, so a mixture of the
+    Arguments and errors are as in `distillation_loss`. The student's similarities serve both, so a mixture of the
     two costs as much as the distillation alone.
 
     Examples:

@@ -60,7 +60,7 @@ class DistilledLoss(Loss):
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
-        """Keyword arguments of `__call__`: those of the loss, and the teacher's features."""
+        """Keyword arguments of `__call__`: the loss's, and the teacher's features."""
         return (*self.loss.batch_inputs, *IMAGE_TEXT_TEACHER)
 
     def __call__(self, output: "CLIPOutput", **inputs: Any) -> LossOutput:

@@ -24,7 +24,7 @@ _ESTIMATE = "the gradient of a global contrastive loss is an estimate, not the d
 def estimate(settings: Settings, axis_name: AxisName | None, sharded: Any, scalars: Any) -> tuple[Array, SampleState]:
     """Compute the global loss and the new state rows of the local batch.
 
-    `infcl_jax.global_contrastive_loss` has the formulas. The signature is that of `over_mesh`: `sharded` is (image,
+    `infcl_jax.global_contrastive_loss` has the formulas. The signature is as `over_mesh` calls it: `sharded` is (image,
     text, index, state, mask), `scalars` is (gamma, logit_scale, epoch).
     """
     image, text, index, state, mask = sharded

@@ -27,7 +27,7 @@ def matryoshka(
     columns and normalizes each row. Features trained with it can be cut to any of these sizes. Kusupati et al.,
     "Matryoshka Representation Learning" (arXiv:2205.13147), eq. 1, whose weights are 1.
 
-    Each prefix is one call of the loss, so the work is that of features of size `sum(dims)`, and memory stays linear in
+    Each prefix is one call of the loss, so the work is as for features of size `sum(dims)`, and memory stays linear in
     the batch.
 
     Examples:

@@ -101,7 +101,7 @@ class Settings:
 
     @property
     def published(self) -> bool:
-        """True for the papers' formulas, False for those of the authors' code."""
+        """True for the papers' formulas, False for the authors' code."""
         return self.mode == "published"
 
     @property

@@ -99,7 +99,7 @@ class TextConfig(TowerConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig(TowerConfig):
-    """Configuration of a BERT or RoBERTa text tower; the defaults are those of BERT.
+    """Configuration of a BERT or RoBERTa text tower; the defaults are BERT's.
 
     `Bert` describes the fields. Attention runs in XLA, since the kernels have no mask of padding.
 

@@ -21,7 +21,7 @@ def distances_to_output(names: Iterable[str], *, stages: bool = False) -> dict[s
     - 1 to L: layers, from the last to the first. The final LayerNorm has the distance 1 of the last layer.
     - L + 1: embeddings with their LayerNorm, and the stem of a ResNet.
 
-    The distances of other parameters do not change if those of the stem or of lower layers are left out.
+    The distances of other parameters do not change if the stem or lower layers are left out.
     """
     names = list(names)
     layers = {name: layer for name in names if (layer := _layer(name, stages))}

@@ -33,7 +33,7 @@ from infcl_jax.models.text_pair import TextPair, TextPairConfig, text_pair_confi
 from infcl_jax.models.vit import VisionTransformer
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
 
-MODEL_FILE = "init_model.json"  # of a run whose model is that of `init.model`
+MODEL_FILE = "init_model.json"  # of a run whose model is `init.model`'s
 # Fields of a tower that do not change what it computes in inference.
 _TRAINING: dict[str, Any] = {"dropout": 0.0, "patch_dropout": 0.0, "remat": None, "attention": None}
 _LARGEST = {"layers": LARGEST_DEPTH, "image_size": LARGEST_SIDE, "patch_size": LARGEST_SIDE}  # others: LARGEST_SIZE
@@ -245,7 +245,7 @@ def config_of(model: CLIP) -> CLIPConfig:
 def inference_config(config: CLIPConfig) -> CLIPConfig:
     """Normalize a configuration to what determines the features of given parameters.
 
-    Dtypes, initial values and the settings of training are those of the defaults, and values that defaults replace are
+    Dtypes, initial values and the settings of training are the defaults, and values that defaults replace are
     written out.
     """
     return dataclasses.replace(
@@ -262,7 +262,7 @@ def inference_config(config: CLIPConfig) -> CLIPConfig:
 
 
 def inference_tower(tower: Any, activation: str) -> Any:
-    """Return the configuration of a tower in `inference_config`; `activation` is that of a tower without its own."""
+    """Return the configuration of a tower in `inference_config`; `activation` is for a tower without its own."""
     if isinstance(tower, ResNetConfig):
         return tower
     fields = {field.name for field in dataclasses.fields(tower)}

@@ -16,7 +16,7 @@ from infcl_jax.models.layers import normal
 from infcl_jax.ops.attention.api import xla_attention
 from infcl_jax.ops.common.checks import check_positive_int
 
-_REDUCTION = 32  # pixels per position of the last stage; also the ratio of its channels to those of the stem
+_REDUCTION = 32  # pixels per position of the last stage; also the ratio of its channels to the stem's
 _EXPANSION = 4  # ratio of a bottleneck's output channels to its planes (He et al. 2016)
 _EPSILON, _MOMENTUM = 1e-5, 0.1  # added to the variance, weight of a new batch statistic; PyTorch's defaults
 # Uniform within fan_in^-1/2: PyTorch's default for convolutions, which OpenCLIP uses.

@@ -1,6 +1,6 @@
 """Color jitter and grayscale of training images, on the device.
 
-The formulas are those of torchvision's `ColorJitter` and `Grayscale` for tensors, in float32. OpenCLIP applies them to
+The formulas are torchvision's `ColorJitter` and `Grayscale` for tensors, in float32. OpenCLIP applies them to
 PIL images, which rounds to 8 bits after each operation.
 """
 

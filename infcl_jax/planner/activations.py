@@ -239,7 +239,7 @@ def _operations(jaxpr: Any) -> tuple[list[_Operation], dict[Any, _Buffer]]:
 
 
 def _inlined(jaxpr: Any, buffers: dict[Any, _Buffer]) -> Iterator[_Operation]:
-    """Yield the operations, and add the buffers of their results to those of the arguments."""
+    """Yield the operations, and add the buffers of their results to the arguments' buffers."""
     for eqn in jaxpr.eqns:
         reads, name = [buffers[v] for v in _variables(eqn.invars)], eqn.primitive.name
         called = list(_jaxprs(eqn.params.values()))

@@ -28,7 +28,7 @@ class Device(NamedTuple):
       bandwidth: bandwidth of HBM or GDDR, in GB/s.
       link: bandwidth to other GPUs of the host in one direction, in GB/s: NVLink, or PCIe 4.0 x16.
       network: bandwidth of the host's network for each GPU in one direction, in GB/s: 400 Gb/s for each GPU of an HGX
-        H100 or H200, 200 Gb/s for that of an HGX A100, and 100 Gb/s for the others, which is an assumption.
+        H100 or H200, 200 Gb/s for an HGX A100, and 100 Gb/s for the others, which is an assumption.
     """
 
     name: str

@@ -89,7 +89,7 @@ def loss_time(
       rates: rates of the GPUs.
       devices: number of GPUs n.
       gpus_per_host: GPUs of each host.
-      nccl: whether the GPUs of a host exchange blocks with NCCL, as those of several processes do; None: with several
+      nccl: whether the GPUs of a host exchange blocks with NCCL, as several processes do; None: with several
         hosts only.
 
     Raises:

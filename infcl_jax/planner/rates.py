@@ -59,7 +59,7 @@ class Rates:
 
     Attributes:
       device: GPU.
-      measured: whether the rates were measured on this GPU, or scaled from those of an H200.
+      measured: whether the rates were measured on this GPU, or scaled from an H200's.
       gemm: FLOP/s of the towers' bf16 GEMMs in a training step, with the gaps between kernels.
       fused: rates of this library's kernels for Hopper GPUs.
       xla: rates of cuDNN's attention and of XLA's elementwise kernels.
@@ -139,7 +139,7 @@ _H200 = Rates(
 
 
 def rates_of(device: str | Device) -> Rates:
-    """Return the rates of a GPU, measured or scaled from those of an H200.
+    """Return the rates of a GPU, measured or scaled from an H200's.
 
     Examples:
       >>> h100, h200 = rates_of("H100"), rates_of("H200")

@@ -188,7 +188,7 @@ def format_scaling(
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
-    """Format rows as a table with columns aligned to the right, but for those of `left`."""
+    """Format rows as a table with columns aligned to the right, but for `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows]
     return "\n".join("  ".join(row).rstrip() for row in cells)

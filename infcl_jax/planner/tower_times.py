@@ -42,7 +42,7 @@ class _Gemm(NamedTuple):
     repeats: int = 1
 
     def flops(self, cores: int = 0) -> float:
-        """Count the FLOPs; with a number of SMs, include those of idle SMs in the last wave."""
+        """Count the FLOPs; with a number of SMs, include idle SMs in the last wave."""
         flops = 2.0 * self.rows * self.inner * self.columns * self.repeats
         if not cores:
             return flops
@@ -63,7 +63,7 @@ def tower_time(
     with activation and residual sums at one rate for each pass, attention at a rate by sequence length. A ResNet takes
     its `forward_flops` for each row.
     """
-    # fp32 operands are rounded to TF32, whose peak is half that of bf16 in NVIDIA's data sheets. Not measured.
+    # fp32 operands are rounded to TF32, whose peak is half of bf16's in NVIDIA's data sheets. Not measured.
     gemm_rate, size = (rates.gemm / 2, 4) if dtype == "float32" else (rates.gemm, 2)
     if isinstance(tower, ResNetConfig):
         # Convolutions at the rate of GEMMs, and nothing else: a lower bound.

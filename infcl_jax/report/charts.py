@@ -32,7 +32,7 @@ STYLE = """
 .key b, .at { font-variant-numeric: tabular-nums; }
 """
 
-# Shows the values at the pointer in the legend, and those of the last points without a pointer.
+# Shows the values at the pointer in the legend, and the last points' values without a pointer.
 SCRIPT = """
 const text = v => Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en-US") : String(Number(v.toPrecision(4)));
 for (const svg of document.querySelectorAll("svg.chart")) {

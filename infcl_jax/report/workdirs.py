@@ -235,7 +235,7 @@ def _read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
 
 
 def _series(lines: list[dict[str, Any]]) -> tuple[dict[str, list[Point]], frozenset[str]]:
-    """Collect the points of each metric, and the names of those of evaluations.
+    """Collect the points of each metric, and the names of the metrics of evaluations.
 
     A step that was logged twice has the later value.
     """

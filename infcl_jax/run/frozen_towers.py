@@ -1,4 +1,4 @@
-"""Frozen towers of a run, whose features may be cached: those of the model, and those of a teacher."""
+"""Frozen towers of a run, whose features may be cached: of the model and of a teacher."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class FeatureCache:
     ) -> dict[str, FeatureStore]:
         """Return features by tower, of which those that the cache lacks are computed from images' central squares.
 
-        All processes must call this method. Lines of progress call the towers those of the owner, such as "frozen".
+        All processes must call this method. Lines of progress name the owner, such as "frozen".
         """
         run, config, devices, stores = self.run, self.run.config, self.run.mesh.local_devices, {}
         # As many rows as in a step, for features of equal bits.
@@ -83,7 +83,7 @@ class Teacher:
     Attributes:
       model: its model.
       variables: its variables on the host; None once all of its features are cached.
-      texts: its tokenizer; that of queries and passages for text retrieval.
+      texts: its tokenizer; for text retrieval the tokenization of queries and passages.
       scale: inverse temperature of its similarities, at most `max_logit_scale` if that is set.
       cache: folder of its cached features, or "workdir"; None: it encodes the batch of each step.
     """

@@ -30,7 +30,7 @@ _TOWER_FIELDS = {"image": "vision", "text": "text"}  # of `CLIPConfig`
 
 
 def initialize(config: InitConfig, model: CLIPConfig, state: TrainState) -> TrainState:
-    """Replace initial parameters and running statistics by those of pretrained weights, where moving averages start."""
+    """Replace initial parameters and running statistics by pretrained weights, where moving averages start."""
     variables, matched = flatten_dict(state.variables, sep="/"), set()
     sources = {"": config.model, "image": config.image, "text": config.text}
     for tower, path in sources.items():

@@ -39,15 +39,15 @@ def load(
     """Load a model to encode and classify images and texts, or to encode queries and passages.
 
     Only the parameters of a checkpoint are read, not the optimizer state. An OpenCLIP or Hugging Face model brings its
-    own image size, normalization and resize. Its tokenizer is that of the files in its folder or in the subfolder
+    own image size, normalization and resize. Its tokenizer is read from the files in its folder or in the subfolder
     `tokenizer`, with their options, or CLIP's for a vocabulary of 49,408 ids.
 
     Args:
       path: work directory of a run, or a folder, file, Hub name or MODEL:TAG of `infcl_jax.models.load_pretrained`.
       model: name or OpenCLIP configuration of a file of weights without one, such as "ViT-B-32".
       step: step of the run's checkpoint; None: the latest.
-      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: that of the model.
-      dtype: dtype of activations and features, such as "bfloat16"; None: that of the model.
+      tokenizer: a tokenizer, or a spec of `infcl_jax.data.load_tokenizer`; None: the model's.
+      dtype: dtype of activations and features, such as "bfloat16"; None: the model's.
       mesh: devices, a mesh with an axis "data"; None: all devices of all processes.
       batch_size: images or texts encoded at once, over all devices; rounded up to a multiple of their number.
       dim: size of the prefix to which features are cut, for a model trained with `matryoshka`; None: their whole size.
@@ -80,7 +80,7 @@ def load_encoder(
     batch_size: int = 256,
     kind: Callable[..., Run] = ImageTextRun,
 ) -> Any:
-    """Load a model with its whole features, of runs those of a kind; for the other arguments and errors see `load`."""
+    """Load a model with its whole features, only of runs of a kind; for the other arguments and errors see `load`."""
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
     folder, mesh = Path(path), data_mesh() if mesh is None else mesh

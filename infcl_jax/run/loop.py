@@ -176,7 +176,7 @@ class TrainLoop:
         self.safeguards.check(step, metrics)
         self.batches.lost_workers.passed(step)
         if steps == 1:
-            if is_lead():  # settings that fail at once must not replace those of a good run
+            if is_lead():  # settings that fail at once must not replace a good run's
                 save = functools.partial(save_config, self.workdir, config.to_dict())
                 self.outputs.attempt(self.workdir / CONFIG_FILE, save)
             self.batches.wait.take(1)  # its time includes compilation

@@ -73,7 +73,7 @@ def run_of(path: str) -> tuple[Path | None, int | None]:
 
 
 def base_model(config: RunConfig) -> CLIPConfig:
-    """Return the model configuration of a run without its overrides, by default that of the weights `init.model`."""
+    """Return the model configuration of a run without its overrides, by default of the weights `init.model`."""
     if config.model is not None or config.init.model is None:
         return model_config(config.model or DEFAULT_MODEL)
     workdir, _ = run_of(config.init.model)

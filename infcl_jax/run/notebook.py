@@ -21,7 +21,7 @@ _LEAST_SHARE = 20  # drawing takes at most 1/20 of the time, also with short ste
 class LiveCurves(Callback):
     """Plot losses and evaluation results below the cell, updated in place.
 
-    The panels are those of `curves.png`, with chance levels. Of the validation losses, the panel has that of batches of
+    The panels are as in `curves.png`, with chance levels. Of the validation losses, the panel has that of batches of
     the training's size, which compares with the training loss, if there is one. A resumed run starts with the curves of
     its earlier steps.
 

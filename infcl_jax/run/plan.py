@@ -58,8 +58,8 @@ def plan(
     Args:
       config: settings of the run.
       device: name of a GPU, see `infcl_jax.planner.device_named`; None: no time is estimated.
-      devices: number of devices; None: those of this machine, or 1 with `device`.
-      memory_gib: memory that JAX may use per device, in GiB; None: that of the device.
+      devices: number of devices; None: all of this machine, or 1 with `device`.
+      memory_gib: memory that JAX may use per device, in GiB; None: what the device has.
       target: return a table of the run on 1, 2, 4, ... GPUs up to this number instead; it needs `device`.
 
     Returns:
@@ -119,7 +119,7 @@ def _time(workload: Workload, device: Device, memory_limit: int, steps: int) -> 
 
 
 def _scaling_table(workload: Workload, device: Device, memory_limit: int, target: int, steps: int) -> str:
-    """Return the table of a run on those of 1, 2, 4, ... `target` GPUs on which it fits."""
+    """Return the table of a run on 1, 2, 4, ... `target` GPUs, where it fits."""
     counts, plans, error = [1 << power for power in range(target.bit_length())], {}, None
     for count in counts:
         try:

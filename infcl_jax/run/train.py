@@ -211,7 +211,7 @@ class Training:
         return str(run.origin) == str(self.workdir.absolute())
 
     def state(self, run: Run) -> TrainState:
-        """Restore the state of the latest checkpoint, or initialize that of a new run."""
+        """Restore the latest checkpoint, or initialize the state of a new run."""
         state = run.init.create()
         if run.origin is None:
             state = run.load_initial_weights(state)

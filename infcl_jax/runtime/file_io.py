@@ -63,7 +63,7 @@ def open_writable(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -
     """Open a regular file for writing, and create it if missing.
 
     Folders on the way may be links. A link in place of the file is an `OSError`, as is a FIFO or a device. `flags` and
-    `mode` are those of `os.open`.
+    `mode` are as in `os.open`.
     """
     flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a blocking open waits for a FIFO's reader
     try:
@@ -133,7 +133,7 @@ def replacing(path: str | os.PathLike[str], folder: str | os.PathLike[str] | Non
 
     Args:
       path: file to replace.
-      folder: folder of the new file, on the same file system; by default that of `path`.
+      folder: folder of the new file, on the same file system; by default the folder of `path`.
     """
     path = Path(path)
     temporary = Path(path.parent if folder is None else folder, f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")

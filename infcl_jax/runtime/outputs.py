@@ -201,7 +201,7 @@ class AppendFile:
         self._bytes = 0
 
     def _whole_size(self, status: os.stat_result) -> int:
-        """Return the bytes of the file without those of a record that failed."""
+        """Return the bytes of the file without a record that failed."""
         if self._inode is None:
             return min(self._size, status.st_size)
         # Another file, or back after its disk was away. A new file can have the inode of a removed one.

@@ -79,8 +79,8 @@ class ProcessWatch:
     def fail(self, error: Exception | Interrupted) -> None:
         """Tell the other processes that this one fails, and end it after `_SHUTDOWN` seconds.
 
-        All end with status 1, or that of `Interrupted`. An error of JAX can be a collective that failed because a
-        process is lost. Then this waits for the coordination service to report it, which ends this process.
+        All end with status 1, or with the status of `Interrupted`. An error of JAX can be a collective that failed
+        because a process is lost. Then this waits for the coordination service to report it, which ends this process.
         """
         if self._failing:
             return
@@ -140,7 +140,7 @@ class ProcessWatch:
             self._say(f"native code {cause}: {line}; native log: {self.log}")
             self._note(f"process {self._rank} {_LEFT}: {cause}: {line}")
             self._libc.signal(signum, None)
-            os.kill(os.getpid(), signum)  # the status is that of the signal
+            os.kill(os.getpid(), signum)  # the status says which signal
 
     def _await_report(self) -> None:
         """Wait as long as the coordination service may take to report a lost process, which ends this process."""

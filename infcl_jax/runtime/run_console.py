@@ -59,7 +59,7 @@ class RunConsole:
 
     Args:
       lead: whether this process shows its progress and has a log file; all processes print lines.
-      live: live line; None: that of the terminal or notebook, if there is one.
+      live: live line; None: the one of the terminal or notebook, if there is one.
       clock: monotonic clock, in seconds.
     """
 

@@ -247,7 +247,7 @@ class Section:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings, those of a section as a dictionary of their own."""
+        """Return the settings, with each section as a dictionary."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {
             name: value.to_dict() if isinstance(value, Section) else value

@@ -121,7 +121,7 @@ def make_config(changes: AnyConfig) -> RunConfig:
 
 
 def _dotted(config: AnyConfig) -> dict[str, Any]:
-    """Return values by dotted name, those of references included."""
+    """Return values by dotted name, also of references."""
     flat: dict[str, Any] = {}
     for name, value in (config if isinstance(config, Mapping) else config.to_dict()).items():
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}

@@ -159,7 +159,7 @@ class RunConfig(Section):
     )
     text_cleaning: str | None = setting(
         None,
-        'cleaning of captions before the tokenizer, as in OpenCLIP; None: that of a trained tokenizer, else "lower" '
+        'cleaning of captions before the tokenizer, as in OpenCLIP; None: as the tokenizer was trained, else "lower" '
         'for clip and "none" for the others',
         CLEANINGS,
         fixed=True,
@@ -169,7 +169,7 @@ class RunConfig(Section):
         None,
         "tiny, tiny-shapes, a name of OpenCLIP such as ViT-B-16 or ViT-B-16-SigLIP, or the path of its JSON config (or "
         "of a folder with open_clip_config.json), see docs/models.md; for text retrieval, "
-        "bert-tiny or a BERT such as bert-base-uncased; None: that of the weights of init.model, else tiny-shapes",
+        "bert-tiny or a BERT such as bert-base-uncased; None: the model of the weights in init.model, else tiny-shapes",
         fixed=True,
         shapes=True,
         before="tiny-shapes",
@@ -216,8 +216,8 @@ class RunConfig(Section):
     )
     positives: str = setting(
         "pair",
-        'texts that are positives of an image; "pair": its own; "caption": those of all pairs of the batch with the '
-        'same caption, without regard to case and spaces; "image": with the same image file; "label": with the same '
+        'texts that are positives of an image; "pair": its own; "caption": the texts of all pairs of the batch with '
+        'the same caption, without regard to case and spaces; "image": with the same image file; "label": with the same '
         "class",
         POSITIVES,
     )

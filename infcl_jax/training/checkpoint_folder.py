@@ -39,7 +39,7 @@ class Verification(NamedTuple):
 
     Attributes:
       damage: damaged or missing file and what is wrong with it; None for an intact checkpoint.
-      checked: whether the checkpoint has a manifest; those of earlier versions have none.
+      checked: whether the checkpoint has a manifest; checkpoints of earlier versions have none.
       complete: whether the save ended; one that was killed leaves no manifest.
     """
 
@@ -278,8 +278,8 @@ class CheckpointFolder:
     def prepare(self, restored: int | None) -> None:
         """Prepare the folder for the first save, after a restore of `restored`. Only one process may call this.
 
-        Deletes what interrupted saves left. Renames damaged checkpoints and those of an abandoned future, so that they
-        neither block later saves nor count as the latest. Also renames files in the place of a checkpoint.
+        Deletes what interrupted saves left. Renames damaged checkpoints and checkpoints of an abandoned future, so that
+        they neither block later saves nor count as the latest. Also renames files in the place of a checkpoint.
         """
         for path in self.path.iterdir():
             if ocp.utils.TMP_DIR_SUFFIX in path.name:

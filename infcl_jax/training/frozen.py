@@ -29,8 +29,8 @@ _SEPARATOR = "/"
 def parameter_groups(tower: Mapping[str, Any]) -> list[list[str]]:
     """Group the parameters of a tower by depth, as OpenCLIP 3.3.0.
 
-    The first group of a transformer has the embeddings and the input LayerNorm. Each block is a group; that of the last
-    block has the final LayerNorm too. All other parameters, such as attention pool and projection, are the last group.
+    The first group of a transformer has the embeddings and the input LayerNorm. Each block is a group; the last block's
+    has the final LayerNorm too. All other parameters, such as attention pool and projection, are the last group.
     The groups of a ResNet, which OpenCLIP locks as a whole only, are the stem, the four stages and the attention pool.
 
     Examples:

@@ -137,7 +137,7 @@ def make_loss(
       name: key of `LOSSES`.
       mesh: devices over which the batch is sharded; None: one device.
       implementation: backend of `infcl_jax.pairwise_lse`; None: the best for the platform.
-      max_logit_scale: limit of the model's logit scale; None: that of the loss, 100, or none with a sigmoid.
+      max_logit_scale: limit of the model's logit scale; None: the limit of the loss, 100, or none with a sigmoid.
       **settings: settings of the run. `targets`, see `infcl_jax.losses.base.Targets`, are of losses over one batch;
         `config`, `steps_per_epoch` and `optimizer`, see `GlobalContrastive`, are of losses with sample state.
 

@@ -145,7 +145,7 @@ class OptimizerConfig(Section, prefix="optimizer.", shapes=True):
 
     The rules are ordered pairs (regular expression, factor). The expression matches whole parameter names such as
     "visual/proj/kernel", and the first match applies. The factors of `layer_decay`, see
-    `infcl_jax.training.optimizer_config.layer_decay_factors`, multiply those of `learning_rate_rules`. Without
+    `infcl_jax.training.optimizer_config.layer_decay_factors`, multiply the factors of `learning_rate_rules`. Without
     `weight_decay_rules` (None), parameters with two or more dimensions and the probe of a `MapPool` have factor 1, as
     in OpenCLIP, and all others (gains, biases and the logit scale) have 0. With empty rules the probe has 0 too.
 
@@ -161,7 +161,7 @@ class OptimizerConfig(Section, prefix="optimizer.", shapes=True):
     "lion". `beta2` is the decay of the momentum of "lion", and for "adafactor" the upper limit of the decay
     `1 - t^-0.8` at step t = 1, 2, ...; "sgd" ignores it. Only "adamw" and "lamb" use `eps`.
 
-    `docs/settings.md` explains the fields. Its defaults are those of a run, whose `warmup_steps` are 100.
+    `docs/settings.md` explains the fields. A run has the same defaults, but for 100 `warmup_steps`.
 
     Examples:
       >>> config = OptimizerConfig(learning_rate=5e-4, warmup_steps=2000, clip_norm=1.0)

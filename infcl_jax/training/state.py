@@ -190,7 +190,7 @@ class TrainState(train_state.TrainState):
 
 
 def _limited(params: Mapping[str, Any], max_logit_scale: float) -> Mapping[str, Any]:
-    """Clamp the logit scale; that of a `TextPair` is a constant."""
+    """Clamp the logit scale, which a `TextPair` has as a constant."""
     return clamp_logit_scale(params, max_logit_scale) if "logit_scale" in params else params
 
 

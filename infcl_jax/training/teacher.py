@@ -31,7 +31,7 @@ def with_teacher(
 
     The teacher sees the pixels of the student, after augmentation, in the chunks of gradient caching. Images of another
     size than its own are resized on the device (bicubic, antialiased). It reads its own token ids, such as
-    "teacher_text", or else those of the student. Features have no gradient, so their activations are freed layer by
+    "teacher_text", or else the student's. Features have no gradient, so their activations are freed layer by
     layer.
 
     Args:

@@ -57,7 +57,7 @@ def utilization(
     """Return the MFU as a function of the pairs per second.
 
     MFU is the throughput in model FLOPs over the peak throughput of the devices (PaLM, Chowdhery et al. 2022, appendix
-    B). The model FLOPs of a pair are those of both towers and of the loss, without recomputation. The loss multiplies
+    B). The model FLOPs of a pair count both towers and the loss, without recomputation. The loss multiplies
     the features of all pairs once forward and twice backward: `6 b D` FLOPs for each of the b pairs.
 
     Args:

@@ -96,7 +96,7 @@ class EventFile:
     """Append scalars to a new event file, as `tensorboardX.SummaryWriter` would.
 
     That class writes in a thread, which ends at the first error of the disk; from the eleventh event on, the training
-    loop would then wait forever. Here every write is synchronous, and errors are those of `AppendFile`.
+    loop would then wait forever. Here every write is synchronous, and errors are handled as in `AppendFile`.
     """
 
     def __init__(self, target: Target) -> None:

@@ -136,7 +136,7 @@ def _rows_of(mesh: Mesh | None) -> NamedSharding | None:
 def _takes_rng(function: Callable[..., Any], rng: Array | None) -> bool:
     """Return whether to call a gradient function with a third positional argument.
 
-    One with a default, or of a wrapper with any number of arguments, such as that of `shard_map`, is for a key.
+    One with a default, or of a wrapper with any number of arguments, such as `shard_map`'s, is for a key.
     """
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -22,7 +22,7 @@ _FLOOR = 1e-6
 # Largest error by rounding to bf16, in which features near scale 100 lose about 4 % of the gradient.
 _BF16_ERROR = 0.2
 _LOW_PRECISION = ("bf16[", "f16[", "f8_")
-# Largest rounding error of a set-up relative to that of the undivided loss, whose sums are in another order.
+# Largest rounding error of a set-up relative to the undivided loss's, whose sums are in another order.
 _ROUNDING_FACTOR = 10
 
 

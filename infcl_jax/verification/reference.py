@@ -62,7 +62,7 @@ class Problem:
         """Compute the undivided loss and its gradient, through the features of all rows or `only` of some.
 
         In float64, unless `narrow`, and except with a random key: `jax.random` draws other numbers under
-        `jax.enable_x64`. The dtypes then are those of the parameters, with products in full fp32.
+        `jax.enable_x64`. Dtypes then follow the parameters, with products in full fp32.
         """
         widened = self.rng is None and not narrow
         with float64(widened or bool(jax.config.jax_enable_x64)), jax.default_matmul_precision("highest"):
@@ -130,7 +130,7 @@ def wide(tree: Any) -> Any:
 
 
 def accepted_options(loss: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return those of the options that the signature of a loss names."""
+    """Return the options that the signature of a loss names."""
     parameters = inspect.signature(loss).parameters
     every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in options.items() if every or name in parameters}

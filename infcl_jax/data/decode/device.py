@@ -27,9 +27,9 @@ _END_OF_IMAGE = b"\xff\xd9"  # last marker of a JPEG
 _HOST_THREADS = 4  # decode refused images
 _ON_HOST = Geometry(Box(0, 0, 0, 0))  # of pixels that the host has decoded
 
-# Entries of a batch with one row for each image, and those of a packed batch that the stage consumes.
+# Entries of a batch with one row for each image, and entries of a packed batch that the stage consumes.
 _ROWS = ("image", "text", "index", "color", "ids")
-_REPLACED = ("text", "index", "ids")  # those of the sample that replaces a bad one
+_REPLACED = ("text", "index", "ids")  # of the sample that replaces a bad one
 _PACKED = (ENCODED, "length", "box", "shift", "flip", "row")
 
 
@@ -41,7 +41,7 @@ class DeviceDecoder(Protocol):
     ) -> tuple[Callable[[], UInt8[jax.Array, "b s s 3"]], list[int]]:
         """Decode images, crop their boxes and resize these (bicubic, antialiased).
 
-        The device may still resize the last ones while it decodes those of the next call.
+        The device may still resize the last ones while it decodes the next call's.
 
         Args:
           encoded: contents of the image files, uint8 arrays; empty for images to skip.
@@ -68,7 +68,7 @@ def encoded_image(
     """Read the header of an image file that a device can decode.
 
     Devices decode complete, upright JPEGs with one or three channels, up to `MAX_DEVICE_PIXELS`. Arguments and
-    exceptions are those of `pillow.decode_crop`.
+    exceptions are as in `pillow.decode_crop`.
 
     Returns:
       The file with its geometry; None if the host must decode it.
@@ -193,7 +193,7 @@ class DeviceStage:
     def _decode(
         self, block: tuple[jax.Device, slice], data: Sequence[np.ndarray], boxes: np.ndarray
     ) -> tuple[Callable[[], jax.Array], list[int]]:
-        """Decode the rows of one device; see `DeviceDecoder`. The refused rows are those of the batch."""
+        """Decode the rows of one device; see `DeviceDecoder`. The refused rows are numbered as in the batch."""
         device, rows = block
         images, refused = self._decoders[device](data[rows], boxes[rows], self._size)
         return images, [rows.start + row for row in refused]

@@ -216,7 +216,7 @@ class _Lane:
             apply_exif_orientation=False, color_spec=codec.ColorSpec.SRGB, allow_any_depth=False
         )
         # Images of two groups, one of which is resized while the other is decoded. Their memory is reused, because
-        # allocations wait for all work on the GPU, that of training included.
+        # allocations wait for all work on the GPU, training included.
         self._kept: tuple[list[_Decoded], list[_Decoded]] = [], []
         self._group = 0  # number of groups so far
         self._running: Any = None  # event of the previous group, and what it uses until then
@@ -253,7 +253,7 @@ class _Lane:
     def _decode_group(self, streams: Sequence[Any], kept: list[_Decoded]) -> list[_Decoded | None]:
         """Decode files into the memory of kept images, and new images for the rest; None where the GPU refuses one.
 
-        The kept images are those of the last group but one, which has been resized. Those to keep replace them.
+        The kept images are the last group but one, which has been resized. Those to keep replace them.
         """
         reused = min(len(kept), len(streams))
         settings = {"params": self._params, "cuda_stream": self._stream.ptr}

@@ -42,8 +42,8 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image file.
 
     Equals Pillow's `convert("RGB")` for 8-bit images without transparency. The EXIF orientation is applied.
-    Transparent images are composed on white. 16-bit gray levels are scaled from [0, 65535], those of integer and float
-    images from [minimum, maximum] of the image. Animations give their first frame.
+    Transparent images are composed on white. 16-bit gray levels are scaled from [0, 65535], integer and float images
+    from their [minimum, maximum]. Animations give their first frame.
 
     Args:
       data: contents of a file in one of `FORMATS`.
@@ -69,8 +69,8 @@ def decode_crop(
     The resize is bicubic and antialiased.
 
     JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if the box still has `size` pixels on each side. The inverse DCT
-    of libjpeg does this (Pillow's `draft`). Such pixels differ from those of a full decoding by less than 1 of 255
-    levels on average and 16 at most, on photographs. All other results equal those of `decode` and `resize_box`.
+    of libjpeg does this (Pillow's `draft`). Such pixels differ from a full decoding by less than 1 of 255
+    levels on average and 16 at most, on photographs. All other results equal `decode` and `resize_box`.
 
     Args:
       data: contents of a file, as of `decode`, which raises the same exceptions.

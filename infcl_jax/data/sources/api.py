@@ -41,7 +41,7 @@ def load_source(dataset: str, split: str, data_dir: str | Path = "data") -> Sour
 
     - "mixture.json": several datasets with weights, `load_mixture`.
 
-    Tar files and tables together are an error. Hidden files and folders are left out, as are those of operating
+    Tar files and tables together are an error. Hidden files and folders are left out, as are files of operating
     systems, such as "@eaDir". Folders behind links are read.
 
     A path takes options at its end: "captions.csv?image=file&caption=title,alt&folder=/images",

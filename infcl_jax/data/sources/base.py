@@ -42,7 +42,7 @@ class Source(Protocol):
     - `image_numbers() -> np.ndarray` numbers the different images of the samples, int64 [len], where several samples
       can have one image; it may read all images;
     - `dropped: Mapping[str, int]` counts the samples that are left out, by reason;
-    - those of `ClassifiedSource`, `BatchedSource` and `OrderedSource`.
+    - the members of `ClassifiedSource`, `BatchedSource` and `OrderedSource`.
 
     Examples:
       >>> class Squares:

@@ -57,7 +57,7 @@ class DigitsSource:
         captions: tuple[str, ...] = tuple(template.format(word) for template in DIGIT_TEMPLATES for word in words)
         image = np.repeat(self._images[index][..., None], 3, axis=2)
         if self.split != "train":
-            # All captions would be those of every image of the class, and tie in retrieval. One of them for each image
+            # Every image of the class would have all captions, and tie in retrieval. One of them for each image
             # in turn covers all forms.
             captions = (captions[index % len(captions)],)
         return {"image": image, "caption": captions[0], "captions": captions, "label": label}

@@ -148,12 +148,12 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def is_compressed_tar(name: str) -> bool:
-    """Tell if a name is that of a compressed tar file, such as "a.tar.gz"."""
+    """Return whether a compressed tar file has this name, such as "a.tar.gz"."""
     return _COMPRESSED_TAR.search(name) is not None
 
 
 def check_uncompressed(paths: Iterable[str]) -> None:
-    """Check that no name is that of a compressed tar file, such as "a.tar.gz"."""
+    """Check that no name belongs to a compressed tar file, such as "a.tar.gz"."""
     for path in paths:
         if match := _COMPRESSED_TAR.search(path):
             extension = (match[1] or match[2]).lower()

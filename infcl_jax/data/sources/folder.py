@@ -33,7 +33,7 @@ def folder_source(folder: str, name: str, split: str, options: Mapping[str, str]
     samples are the rows of that table. Otherwise they are the images with a `.txt` file of the same name, or without
     such files, the images in a subfolder per class.
 
-    The options are those of `TableSource`.
+    For the options see `TableSource`.
     """
     for table in METADATA:
         if (Path(folder) / table).is_file():

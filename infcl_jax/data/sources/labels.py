@@ -60,7 +60,7 @@ def read_class_names(folder: str) -> ClassNames | None:
 
     `classes.txt` has one name per line, in label order. `classes.json` is a list of names in label order, an object of
     names by value ({"n02123045": "tabby cat"}) in label order, or an object of labels by name ({"tabby cat": 0}). They
-    are in the folder of the data, or above it if the folder is that of a split. Returns None without such a file.
+    are in the folder of the data, or above it if the folder is a split. Returns None without such a file.
     """
     path = _find(folder, CLASS_FILES)
     if path is None:

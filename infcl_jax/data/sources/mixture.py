@@ -147,9 +147,9 @@ def load_mixture(
 
     The file is a list of {"path": dataset, "weight": rate, "max_samples": count, "split": split, "name": name}.
     Relative paths start at the folder of the file. Without weights, the rates are the numbers of samples. `max_samples`
-    takes the first samples. `split` is that of the mixture by default, `name` is the path.
+    takes the first samples. `split` is by default the mixture's, `name` is the path.
 
-    `load(dataset, split)` opens a component. `outside` is that of `paths.resolve`.
+    `load(dataset, split)` opens a component. For `outside` see `paths.resolve`.
     """
     entries = _entries(path)
     components: dict[str, Source] = {}

@@ -1,4 +1,4 @@
-"""Sources whose samples are those of other sources: ranges, and images with all their captions."""
+"""Sources with the samples of other sources: ranges, and images with all their captions."""
 
 import abc
 
@@ -21,7 +21,7 @@ from infcl_jax.data.sources.base import (
 
 
 class SourceView(abc.ABC):
-    """Base class of sources whose samples are those of other sources, with their names."""
+    """Base class of sources with the samples and names of other sources."""
 
     name: str
     split: str

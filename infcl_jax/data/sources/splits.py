@@ -52,7 +52,7 @@ def split_folder(folder: str, split: str, extensions: Sequence[str]) -> list[str
     A subfolder or files whose name contains the split's name as a word (`train/`, `train-00000.tar`, `coco_val.csv`)
     are the split. In a folder without such names, everything is the split "train" or "all". Hidden files and folders
     are left out, as are the records of img2dataset: `00000.parquet` next to `00000.tar` or to the folder `00000`.
-    `extensions` are those of datasets in files.
+    `extensions` belong to datasets in files.
 
     Returns:
       Sorted paths of files with the same extension, or the path of one folder.

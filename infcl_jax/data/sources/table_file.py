@@ -88,7 +88,7 @@ class TableFile:
         self._check_paths()
 
     def _choose_columns(self, columns: Sequence[str], image: str | None = None) -> list[str]:
-        """Return the names of the columns to read, that of the images first.
+        """Return the names of the columns to read, the images' first.
 
         `image` is the name of the image column unless there is such an option; None: the first known name.
         """

@@ -106,7 +106,7 @@ class TarIndex:
     def caption(self, index: int, limit: int | None = None) -> tuple[str, bytes]:
         """Read the last extension of the caption or label member of a sample, and its contents.
 
-        The largest size is that of the extension, see `captions.largest`, unless there is a `limit`.
+        The largest size depends on the extension, see `captions.largest`, unless there is a `limit`.
         """
         shard, entry = self.locate(index)
         extension = self._extension(entry)
@@ -205,7 +205,7 @@ def _cache_files(shards: Sequence[str], layout: Layout) -> list[str]:
 
 
 def _read(path: str, *, checksum: bool = True) -> tuple[list[_Shard], np.ndarray]:
-    """Read and check the entries of shards, and map those of samples."""
+    """Read and check the entries of shards, and map the entries of samples."""
     with open_regular(path) as file:
         end = os.fstat(file.fileno()).st_size
         magic, size, expected = _START.unpack(file.read(_START.size).ljust(_START.size, b"\0"))

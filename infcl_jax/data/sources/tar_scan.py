@@ -207,7 +207,7 @@ def scan(file: BinaryIO, end: int, layout: Layout) -> ShardScan:
 
     Members whose names are equal up to the first dot of the last component belong to one sample, in any order. Hidden
     files and files in hidden folders are no members. A truncated file gives the samples before its end, a file with
-    damaged headers those of all other members. The file is buffered, and `end` is its size in bytes.
+    damaged headers the samples of all other members. The file is buffered, and `end` is its size in bytes.
     """
     images = IMAGES if layout.image is None else (layout.image,)
     fields = dict.fromkeys(images, 0) | {extension: 2 + 2 * i for i, extension in enumerate(layout.captions)}

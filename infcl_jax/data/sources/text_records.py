@@ -1,4 +1,4 @@
-"""Records of text retrieval: random access to those of JSON and text files, and their checked fields."""
+"""Records of text retrieval: random access to JSON and text files, and checked fields."""
 
 import array
 import codecs

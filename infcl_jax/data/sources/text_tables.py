@@ -31,7 +31,7 @@ _TYPES = {str: "a text", dict: "an object", bool: "true or false", int: "a numbe
 
 _logger = logging.getLogger(__name__)
 
-Choose = Callable[[Sequence[str]], list[str]]  # from the names of all columns to those of used ones, images first
+Choose = Callable[[Sequence[str]], list[str]]  # from the names of all columns to the used ones, images first
 
 
 def read_csv(file: BinaryIO, path: str, choose: Choose, is_image: Callable[[bytes], bool]) -> tuple[pa.Table, int]:
@@ -152,7 +152,7 @@ def _swallowed_rows(
         return next(filter(is_image, names), b"")
 
     first, *inner, last = lines
-    # The cells in front of the quoted one are in the same line as its start, and those behind in that of its end.
+    # The cells in front of the quoted one are in the line of its start, and those behind in the line of its end.
     images = [find_image(line) for line in [last + first, *filter(bytes.strip, inner)]]
     found = list(filter(None, images))
     return found if images[0] and len(found) >= _SWALLOWED * len(images) else []

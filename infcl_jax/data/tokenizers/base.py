@@ -18,7 +18,7 @@ import numpy as np
 
 from infcl_jax.runtime.file_io import read_regular
 
-# Text cleanings before tokenization: the options of OpenCLIP, and that of SigLIP in transformers.
+# Text cleanings before tokenization: the options of OpenCLIP, and SigLIP's in transformers.
 OPEN_CLIP_CLEANINGS = ("whitespace", "lower", "canonicalize")
 CLEANINGS = ("none", *OPEN_CLIP_CLEANINGS, "siglip")
 

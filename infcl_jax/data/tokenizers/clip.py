@@ -242,7 +242,7 @@ class CLIPTokenizer(BaseTokenizer):
     kind = "clip"
 
     def __init__(self, path: str | os.PathLike | None = None, context_length: int = 77, clean: str = "lower"):
-        """Read the vocabulary, see `read_vocabulary`; None: that of an installed package, such as `clip-anytorch`."""
+        """Read the vocabulary, see `read_vocabulary`; None: from an installed package, such as `clip-anytorch`."""
         vocabulary = read_vocabulary(installed_vocabulary() if path is None else Path(path))
         self._encoder = BytePairEncoder(vocabulary)
         self._start, end = (self._encoder.ids[token] for token in (vocabulary.start, vocabulary.end))

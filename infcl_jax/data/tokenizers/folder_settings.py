@@ -18,7 +18,7 @@ _OPEN_CLIP_FILE = "open_clip_config.json"
 _BERT = "(Bert|DistilBert|Electra|ConvBert|MobileBert|MPNet|Funnel|LayoutLM|Lxmert|SqueezeBert|RetriBert|DPR[A-Za-z]+)"
 _BERT_TYPES = ("bert", "distilbert", "electra", "convbert", "mobilebert", "mpnet")
 _SIGLIP = "Siglip"  # lowercases and removes punctuation
-_LOWERS = "(Siglip2|Gemma|Albert)"  # obey `do_lower_case`; Gemma's class is that of published SigLIP 2
+_LOWERS = "(Siglip2|Gemma|Albert)"  # obey `do_lower_case`; published SigLIP 2 has Gemma's class
 _LEFT = "(Siglip2|Gemma|Llama|CodeLlama|Cohere|XLNet)"  # pad on the left unless the files name a side
 _BERT_OPTIONS = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}  # with their defaults
 
@@ -67,7 +67,7 @@ class TokenizerFolder:
         return bool(self._flags()["do_lower_case"]) and (not self.has_class or self._is_class(_LOWERS))
 
     def bert_options(self) -> dict[str, bool | None]:
-        """Return the options of BERT's normalizer that transformers changes: those of the folder, else their defaults.
+        """Return the options of BERT's normalizer that transformers changes: the folder's, else their defaults.
 
         It is empty where the class takes `tokenizer.json` as it is. A folder without class or type of model has only
         the options that it names.

@@ -10,7 +10,7 @@ from infcl_jax.data.tokenizers.folder_settings import TokenizerFolder, write_con
 from infcl_jax.runtime.printable import printable
 
 _FILE = "tokenizer.json"
-_LARGEST = 2**24  # ids; those of tokens are int32
+_LARGEST = 2**24  # ids; token ids are int32
 _SHOWN = 200  # characters of a reason in an error
 _PAD_TOKENS = ("[PAD]", "<pad>")
 _BERT_ATTRIBUTES = {  # of BERT's normalizer in tokenizers, by option of transformers
@@ -24,11 +24,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
     """Tokenizer in the JSON format of Hugging Face, such as BERT's WordPiece.
 
     The file's post-processor adds the special tokens. The padding token is the one that `tokenizer_config.json` or
-    `special_tokens_map.json` in the same folder names, or that of `tokenizer.json`, or "[PAD]" or "<pad>".
-    The side of the padding is that of `tokenizer_config.json`, of `tokenizer.json` or of the tokenizer's class, as in
+    `special_tokens_map.json` in the same folder names, or `tokenizer.json`'s, or "[PAD]" or "<pad>".
+    The side of the padding is told by `tokenizer_config.json`, of `tokenizer.json` or of the tokenizer's class, as in
     transformers; truncation is on the right. `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` in
     `tokenizer_config.json` are obeyed for the classes that obey them in transformers. `clean` and `strip_sep_token` are
-    those of `tokenizer_kwargs` in `open_clip_config.json` by default, or `clean` that of SigLIP's class.
+    `tokenizer_kwargs` of `open_clip_config.json` by default, or `clean` of SigLIP's class.
     """
 
     kind = "hf"
@@ -40,7 +40,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         clean: str | None = None,
         strip_sep_token: bool | None = None,
     ):
-        """Read a `tokenizer.json`, or that of a folder; for arguments and errors see `load_tokenizer`."""
+        """Read a `tokenizer.json`, or the one of a folder; for arguments and errors see `load_tokenizer`."""
         tokenizers = optional_package("tokenizers")
         file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
         if not file.is_file():
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def _save_vocabulary(self, folder: Path) -> None:
         self._tokenizer.save(str(folder / _FILE))
-        # This class of transformers reads tokenizer.json as it is; that of BERT would choose its own lower case.
+        # This class of transformers reads tokenizer.json as it is; BERT's class would choose its own lower case.
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": self._pad_token}
         config["padding_side"] = self.padding_side
         if self.end_id is not None:

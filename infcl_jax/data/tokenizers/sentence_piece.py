@@ -27,7 +27,7 @@ class SentencePieceTokenizer(BaseTokenizer):
     kind = "sentencepiece"
 
     def __init__(self, path: str | os.PathLike, context_length: int = 77, clean: str | None = None):
-        """Read a model file, or that of a folder; for arguments and errors see `load_tokenizer`."""
+        """Read a model file, or the one of a folder; for arguments and errors see `load_tokenizer`."""
         sentencepiece = optional_package("sentencepiece")
         path = Path(path)
         file = next((path / name for name in _FILES if (path / name).is_file()), path)

@@ -50,8 +50,8 @@ def load_pretrained(
       model: name or OpenCLIP configuration of a file without one, see `infcl_jax.models.model_config`.
       image_size: height and width of the images in pixels; the position embeddings are resized as in OpenCLIP. None:
         that of the model.
-      context_length: tokens per text; the position embeddings are resized as in OpenCLIP. None: that of the model.
-      compare_features: whether the line also has the largest difference of normalized features from those of
+      context_length: tokens per text; the position embeddings are resized as in OpenCLIP. None: the model's.
+      compare_features: whether the line also has the largest difference of normalized features from
         `open_clip` or `transformers`, where it is installed with PyTorch.
       **overrides: further changes to the configuration, see `infcl_jax.models.model_config`. `param_dtype` casts the
         weights. By default, it is their dtype, or float32 for mixed ones.
@@ -102,7 +102,7 @@ def save_pretrained(
       variables: its variables.
       format: "open_clip": files for `open_clip.create_model_and_transforms("local-dir:PATH")`. "hf": files for
         `transformers.AutoModel.from_pretrained(PATH)`.
-      compare_features: whether the line also has the largest difference of normalized features from those of
+      compare_features: whether the line also has the largest difference of normalized features from
         `open_clip` or `transformers`, where it is installed with PyTorch.
 
     Returns:
@@ -151,7 +151,7 @@ def convert(
 ) -> tuple[CLIPConfig, dict[str, Any], str]:
     """Convert the tensors of a source to variables.
 
-    The configuration, that of the source or `default`, is changed by `overrides`.
+    The configuration of the source, or `default`, is changed by `overrides`.
 
     Returns:
       Configuration, variables and one line that says what was checked, see `load_pretrained`.
@@ -223,7 +223,7 @@ def default_config(source: Source, model: str | None) -> CLIPConfig | None:
 
 
 def read_config(source: Source, default: CLIPConfig | None = None) -> CLIPConfig:
-    """Read the configuration of a source; `default` is that of a source without one.
+    """Read the configuration of a source; `default` is for a source without one.
 
     Raises:
       ValueError: it has a field that is not supported, or there is none.

@@ -11,7 +11,7 @@ KINDS = ("bert", "roberta", "xlm-roberta")  # model_type in config.json
 
 # Heads of pretraining, and buffers of older versions.
 _UNUSED = r"(cls|lm_head)\..*|.*\.position_ids|.*embeddings\.token_type_ids"
-# Names of Google's checkpoints, such as that of bert-base-uncased.
+# Names of Google's checkpoints, such as bert-base-uncased.
 _LEGACY = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -38,7 +38,7 @@ def rules(prefix: str) -> tuple[Rule, ...]:
 def weight_map(text: BertConfig, shapes: Mapping[str, Any], names: Collection[str]) -> WeightMap:
     """Map the parameters of a text tower, without its projection to features, to transformers' BERT.
 
-    The prefix is that of the names of the source's tensors: "bert.", "roberta." or none.
+    The prefix begins the names of the source's tensors: "bert.", "roberta." or none.
     """
     table = "embeddings.word_embeddings.weight"
     prefix = next((name.removesuffix(table) for name in names if name.endswith(table)), "")
@@ -53,7 +53,7 @@ def weight_map(text: BertConfig, shapes: Mapping[str, Any], names: Collection[st
 def read_config(config: Mapping[str, Any], text: BertConfig) -> BertConfig:
     """Read the configuration of a BERT of transformers from `config.json`.
 
-    Context length, pool and projection, which the file does not have, are those of `text`.
+    Context length, pool and projection, which the file does not have, are taken from `text`.
 
     Raises:
       ValueError: the model has a field that is not supported.

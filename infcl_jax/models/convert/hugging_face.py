@@ -225,7 +225,7 @@ def export_files(config: CLIPConfig) -> dict[str, dict[str, Any]]:
 
 
 def exported_tower(tower: TowerConfig, activation: str) -> dict[str, Any]:
-    """Return the fields of a tower of transformers; `activation` is that of a tower without its own."""
+    """Return the fields of a tower of transformers; `activation` is for a tower without its own."""
     return {
         "hidden_size": tower.width,
         "num_hidden_layers": tower.layers,

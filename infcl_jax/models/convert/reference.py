@@ -47,7 +47,7 @@ def summary(
 
 
 def difference_from_reference(source: Source, model: CLIP, variables: Any) -> str:
-    """Say how much the features of a converted model differ from those of the format's own library, on fixed inputs.
+    """Say how much the features of a converted model differ from the format's own library, on fixed inputs.
 
     Returns:
       The end of a `summary`. Empty without the library and PyTorch, or if the library cannot load the files, which is

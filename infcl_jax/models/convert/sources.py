@@ -34,7 +34,7 @@ class Source(NamedTuple):
       preprocessor: content of `preprocessor_config.json`; empty without one.
       format: names of the tensors, "open_clip" or "hf".
       weights: local file of the tensors, in the folder of the other files.
-      find: finds further files by name, such as those of the tokenizer, and downloads them from the Hub.
+      find: finds further files by name, such as the tokenizer's, and downloads them from the Hub.
     """
 
     name: str

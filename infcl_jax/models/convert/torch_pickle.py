@@ -54,7 +54,7 @@ def load_pickle(data: bytes) -> Any:
     Returns:
       Dictionaries, lists (also for sets), tuples, strings, bytes and numbers, with `StridedTensor` for tensors.
       Attributes of dictionaries, such as `_metadata` of a state dict, are dropped, as are items of dictionaries whose
-      keys are no strings, such as those of an optimizer's state.
+      keys are no strings, such as an optimizer state's.
 
     Raises:
       UnsupportedError: the pickle has another class or opcode.

@@ -249,7 +249,7 @@ def attend_from(
     key_kernel, value_kernel = (kernel.reshape(width, heads, d) for kernel in (key_kernel, value_kernel))
     last_key = position if causal else jnp.full_like(position, t - padding - 1)
     mask = (jnp.arange(t)[None] <= last_key[:, None])[:, None, None] if causal or padding else None
-    tokens = x[:, :, None]  # a single head, whose queries are those of all heads
+    tokens = x[:, :, None]  # a single head, with the queries of all heads
     queries = contract("bhd,whd->bhw", query, key_kernel)[:, :, None]
     weighted_tokens = xla_attention(queries, tokens, tokens, mask, d**-0.5)[:, :, 0]
     return contract("bhw,whd->bhd", weighted_tokens, value_kernel)

@@ -231,10 +231,10 @@ class Head:
 
     Attributes:
       pipeline: pipeline that schedules the head.
-      index: index of the head among those of the CTA.
+      index: index of the head among the CTA's.
       team: index of the team that processes the head.
       member: index of the warpgroup in the team.
-      batch_index: index of the head among those of all sequences.
+      batch_index: index of the head among all sequences' heads.
       streamed: slices of the operands loaded into SMEM, by name.
       arrays: arrays in global memory, by name.
       tiled: SMEM buffers [buffers, rows, 64], tiled for wgmma.

@@ -102,7 +102,7 @@ class Backend(Protocol):
         """Compute the sums of a block. Those of masked rows or columns are arbitrary but never NaN."""
 
     def accumulators(self, block: Any, needs_grad: Any, dtype: jnp.dtype) -> Any:
-        """Return zero accumulators; those of the features in `dtype`.
+        """Return zero accumulators, with `dtype` for the features'.
 
         `needs_grad` has the type of the gradients, with static flags.
         """
@@ -154,7 +154,7 @@ def join_columns(fields: Any, columns: tuple) -> Any:
 
 
 def zero_gradients(block: Any, needs_grad: Any, dtype: jnp.dtype) -> Any:
-    """Return zeros for every needed gradient of a block; those of the features in `dtype`."""
+    """Return zeros for every needed gradient of a block, with `dtype` for the features'."""
 
     def zeros(like: Array | None, needed: bool, dtype: jnp.dtype) -> Array | None:
         return constant(like.shape, 0, dtype, varying_like=block.x) if needed and like is not None else None

@@ -104,7 +104,7 @@ class Fused:
     ) -> tuple[Any, Accumulators]:
         """Add the features' gradients of all windows to the accumulators `acc`.
 
-        The other arguments are those of `GradientSweep`.
+        For the other arguments see `GradientSweep`.
 
         Returns:
           The accumulators, and the moments of all rows and columns.

@@ -95,7 +95,7 @@ class GradientSweep:
     def _add_row_slice(
         self, first: int, group: list[_Columns], d_x_slice: Array | None, acc: Accumulators, previous: tuple
     ) -> tuple[Array | None, Accumulators]:
-        """Add the windows of `d_x_slice`, after those of the accumulators in `previous`."""
+        """Add the windows of `d_x_slice`, after the windows of the accumulators in `previous`."""
         count = self.padded.x.shape[0] if d_x_slice is None else d_x_slice.shape[0]
         if d_x_slice is not None and d_x_slice.dtype == jnp.float32 and count <= self.sizes.rows:
             # The slice is one window high, so that its GEMMs accumulate in place.

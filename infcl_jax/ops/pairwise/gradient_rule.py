@@ -1,6 +1,6 @@
 """Custom VJP of a strategy, its backend and a loss.
 
-Sums may be inexact, such as those of exponentials with a shared max-shift (see `max_shift`). Then a general path
+Sums may be inexact, such as sums of exponentials with a shared max-shift (see `max_shift`). Then a general path
 recomputes them.
 """
 
@@ -28,7 +28,7 @@ SCALED_ROWS = 1 << 15
 class Loss:
     """Loss on the pairs of all devices: how sums become results, and cotangents become gradients.
 
-    The defaults are those of a loss whose sums are always exact.
+    The defaults suit a loss whose sums are always exact.
 
     Attributes:
       folder: folder of the loss in this package.
@@ -74,11 +74,11 @@ class Loss:
         return gradients(*self.general(backend, block), *arguments)
 
     def restore(self, results: Any, x_order: Order, y_order: Order) -> Any:
-        """Return the results of sorted rows and columns in the caller's order; by default those of rows."""
+        """Return the results of sorted rows and columns in the caller's order; by default the results of rows."""
         return jax.tree.map(x_order.restore, results)
 
     def feature_scale(self, block: Any, scale: Float[Array, ""]) -> Float[Array, ""]:
-        """Return the factor of the features' gradients, given that of all gradients."""
+        """Return the factor of the features' gradients, given the factor of all gradients."""
         return scale
 
 
@@ -95,7 +95,7 @@ class Plan:
         """Compute the sums of this device's rows and columns over all devices.
 
         Returns:
-          The first sums, whether those of all devices are exact (None if they always are), and exact sums.
+          The first sums, whether they are exact on all devices (None if they always are), and exact sums.
         """
         axis_name = self.axis_name
         first = self.strategy.forward(self.backend, block, axis_name=axis_name)
@@ -170,7 +170,7 @@ def encode_perturbed(primals: Sequence[CustomVJPPrimal | None]) -> Bool[Array, "
 
     Array shapes belong to one trace, the pytree structure of residuals does not: JAX stores one structure for each
     `custom_vjp` call and overwrites it when the forward rule is traced again (tests/ops/test_jax_residuals.py).
-    Flags in the structure would give the backward rule of one trace those of another.
+    Flags in the structure would give the backward rule of one trace another trace's flags.
     """
     return jnp.zeros((0, *(int(p is not None and p.perturbed) for p in primals)), bool)
 

@@ -109,7 +109,7 @@ def compute(implementation: str, loss: Loss, block: Any, axis_name: AxisName | N
 
 
 def _module(loss: str, name: str) -> Any:
-    """Import a module of a loss when it is needed: those of kernels are for GPUs, and all import this one."""
+    """Import a module of a loss when it is needed: kernels are for GPUs, and all modules import this one."""
     return importlib.import_module(f"infcl_jax.ops.pairwise.{loss}.{name}")
 
 

@@ -57,7 +57,7 @@ class Kernels(Protocol):
     def sums(self, operands: Any, window: Window, pairs: Any, **options: bool) -> tuple[Any, Any]:
         """Compute the sums of a window, of its rows `[rows]` and of its columns `[columns]`, fp32.
 
-        `options` are those of the loss. Sums that are not needed are None.
+        `options` depend on the loss. Sums that are not needed are None.
         """
 
     def ds(

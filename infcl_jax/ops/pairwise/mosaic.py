@@ -110,7 +110,7 @@ class MosaicKernels:
         other_pairs: Pairs,
         **options: Any,
     ) -> TileSchedule:
-        """Return the schedule of a window whose tiles take the GEMM of `x` and that of the operands `other`."""
+        """Return the schedule of a window whose tiles take the GEMM of `x` and the one of the operands `other`."""
         row_bytes = (x.shape[1] + other_x.shape[1]) * x.dtype.itemsize
         product = Product(*other, term_width(other_x, other_pairs), other_pairs)
         group = max(1, self.group_bytes // (tiles.cluster_columns * row_bytes))

@@ -65,7 +65,7 @@ def run(
       finalize: `finalize(work, carry)` stores the carry at the end of a task.
       between: `between(work, s, vectors)` after each GEMM of a tile but the last. What it does instead of the epilogue
         overlaps with more of the other warpgroup's GEMMs.
-      scratch: SMEM by name, beyond that of `schedule.tiles`, which is in `work.refs` too.
+      scratch: SMEM by name, beyond what `schedule.tiles` needs; it is in `work.refs` too.
 
     Returns:
       The results by name.
@@ -283,7 +283,7 @@ class _Pipeline:
     def _load(self, step: Array, first: Array, limit: Array, origin: Origin) -> Origin:
         """Load the features of a step from `first` to before `limit`, once its slot is free.
 
-        `origin` is that of the tile that was loaded last. Returns that of this step's tile.
+        `origin` belongs to the tile that was loaded last. Returns the origin of this step's tile.
         """
 
         def start() -> Origin:

@@ -155,7 +155,7 @@ class TileSchedule:
       persistent: whether CTAs loop over tasks; otherwise each CTA runs one task.
       diagonal: whether to compute the tiles on the diagonal only.
       band: whether to compute the column tiles of each row tile in the operands `band_first` and `band_tiles` only.
-      others: further GEMMs of each tile, after that of the operands "x" and "y".
+      others: further GEMMs of each tile, after the one of the operands "x" and "y".
       group: clusters' column tiles per group. All rows of a group precede the next group, so that its column features
         stay in L2. 0: one group.
       longest_segment: most row tiles of a task. With 1, column vectors are not in registers during the GEMMs.

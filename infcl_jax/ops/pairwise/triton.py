@@ -200,7 +200,7 @@ class TritonKernels:
         settings: Settings,
         num_warps: int,
     ) -> dict[str, Array]:
-        """Launch a kernel on all tiles of a window. Arguments and results are those of `launch`."""
+        """Launch a kernel on all tiles of a window, with the arguments and results of `launch`."""
         tiles_m, tiles_n = self.tiles(window)
         if self.config.block_m * settings.ds_terms * window.columns >= 1 << 31:
             raise ValueError(

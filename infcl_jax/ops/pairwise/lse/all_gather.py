@@ -58,7 +58,7 @@ def dense(block: LseBlock, *, axis_name: AxisName | None, exclude: bool, columns
 def local(block: LseBlock, *, axis_name: AxisName | None, exclude: bool, columns: bool) -> Results:
     """Compare local rows with all columns and all rows with local columns (OpenCLIP).
 
-    Arguments and results are those of `dense`.
+    Arguments and results are as in `dense`.
     """
     if axis_name is None:
         return dense_lse(block, exclude=exclude, columns=columns)
@@ -100,7 +100,7 @@ def disco_backward(
 ) -> LseGradient:
     """Compute the backward pass of DisCo-CLIP: all-gather again, then reduce-scatter.
 
-    Arguments and results are those of `ring.backward`.
+    Arguments and results are as in `ring.backward`.
     """
 
     def backward(block: LseBlock, cotangents: LseCotangents) -> LseGradient:

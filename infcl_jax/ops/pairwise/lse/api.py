@@ -90,7 +90,7 @@ def pairwise_lse(
 
     InfoNCE and the global contrastive losses are functions of these vectors. The result is differentiable in `x`, `y`,
     `x_scale` and `y_scale`. Gradients that the caller does not need are not computed. Inside `shard_map`, with its
-    default `check_vma=True`, the gradients of a sum over all devices are exact, also those of replicated arguments.
+    default `check_vma=True`, the gradients of a sum over all devices are exact, also for replicated arguments.
 
     Method: Cheng et al., "Breaking the Memory Barrier" (Inf-CL), Algorithms 1-4, with both directions in one pass.
 

@@ -34,7 +34,7 @@ class Margin:
             raise ValueError(f"expected margin as a finite Python number, got {self.value!r}")
 
     def thresholds(self, own: Float[Array, "n"]) -> Float[Array, "n"]:
-        """Return the largest similarities of negatives that stay, given those of the own pairs."""
+        """Return the largest similarities of negatives that stay, given the own pairs' similarities."""
         return own - self.value * (jnp.abs(own) if self.strategy == "relative" else jnp.ones_like(own))
 
 

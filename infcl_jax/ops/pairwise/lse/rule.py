@@ -98,7 +98,7 @@ class LogSumExp(Loss):
     def general_gradients(
         self, gradients: Callable[..., Any], backend: Backend, block: LseBlock, sums: LseSums, needs_grad: LseGradient
     ) -> LseGradient:
-        """Compute the gradients with per-sample scales: that of the shared scale is the sum over its copies."""
+        """Compute the gradients with per-sample scales; a shared scale gets the sum over its copies."""
         per_sample_needs_grad = needs_grad._replace(y_scale=needs_grad.x_scale)
         grads = gradients(*self.general(backend, block), sums, per_sample_needs_grad)
         if not needs_grad.x_scale:

@@ -97,7 +97,7 @@ def kept_of_column(values, t, column, otherwise: tl.constexpr):
 
 @triton.jit
 def terms_of(exponent, positives, SETTINGS):
-    """Compute the terms of sums, exponentials in base 2, or those of maxima, exponents."""
+    """Compute the terms of sums (exponentials in base 2) or of maxima (exponents)."""
     if SETTINGS.exclude:
         exponent = replace_positives(exponent, positives, float("-inf"))
     return exponent if SETTINGS.maxima else tl.exp2(exponent)

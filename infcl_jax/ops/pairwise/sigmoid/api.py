@@ -54,7 +54,7 @@ def pairwise_sigmoid(
 
     Zhai et al., "Sigmoid Loss for Language Image Pre-Training", eq. 1. The result is differentiable in `x`, `y`,
     `scale` and `bias`. Gradients that the caller does not need are not computed. Inside `shard_map`, with its default
-    `check_vma=True`, the gradients of a sum over all devices are exact, also those of replicated arguments.
+    `check_vma=True`, the gradients of a sum over all devices are exact, also for replicated arguments.
 
     Examples:
       >>> positive, negative = pairwise_sigmoid(image, text, 10.0, -10.0)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int32
 
 from infcl_jax.ops.pairwise.base import Array, columns, join_columns
 
-# Group numbers of masked rows and columns and of padding. They differ from those of `pairwise.lse.positives`.
+# Group numbers of masked rows and columns and of padding. They differ from the numbers in `pairwise.lse.positives`.
 UNMATCHED_ROW, UNMATCHED_COLUMN = -2, -3
 
 

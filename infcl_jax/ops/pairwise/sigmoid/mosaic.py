@@ -223,7 +223,7 @@ def _inverse(weight: Array) -> Array:
 
 
 def _weighted_sigmoid(z: Array, inverse: Array) -> Array:
-    """Compute weight / (1 + 2^-z) with full relative precision; 0 for -inf. `inverse` is that of the weight."""
+    """Compute weight / (1 + 2^-z) with full relative precision; 0 for -inf. `inverse` is 1 / weight."""
     return reciprocal(jnp.exp2(-z) * inverse + inverse)
 
 

@@ -106,6 +106,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 	@! git grep -nE '^(<{7}|>{7}) '  # marks of a conflict
 
 format: $(STAMP)

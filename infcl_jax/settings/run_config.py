@@ -217,8 +217,8 @@ class RunConfig(Section):
     positives: str = setting(
         "pair",
         'texts that are positives of an image; "pair": its own; "caption": the texts of all pairs of the batch with '
-        'the same caption, without regard to case and spaces; "image": with the same image file; "label": with the same '
-        "class",
+        'the same caption, without regard to case and spaces; "image": with the same image file; "label": with the '
+        "same class",
         POSITIVES,
     )
     multi_positive: str = setting(

@@ -1,6 +1,6 @@
 """Limits of the prose, which `make lint` checks: sizes of pages, words that a reader has to read twice, commit subjects.
 
-    python tests/prose.py
+python tests/prose.py
 """
 
 import ast

@@ -1,5 +1,6 @@
 """Train state of CLIP models: parameters, their moving averages (EMA), optimizer state and step."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -252,7 +253,10 @@ def _draw(traced: Any) -> Any:
     A single program would compile each of its hundreds of draws. Op by op, draws of equal shape share a program.
     """
     live, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))  # without the forward pass
-    with jax.ensure_compile_time_eval():  # also where a caller traces, as for the shapes of `create_state`
+    # Only where a caller traces, as for the shapes of `create_state`: it makes counters of random bits constants of
+    # the programs, which are then as large as the parameters and take long to store in the compilation cache.
+    tracing = isinstance(jnp.zeros(()), jax.core.Tracer)
+    with jax.ensure_compile_time_eval() if tracing else contextlib.nullcontext():
         leaves = jaxpr_as_fun(traced.jaxpr.replace(jaxpr=live))()
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
+import oracle
 import pytest
 import runs
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
@@ -11,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from infcl_jax.run.build import start_devices
 from infcl_jax.runtime import compilation_cache
 from infcl_jax.runtime.file_io import user_cache
+from infcl_jax.training import create_state
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
 
@@ -178,3 +181,12 @@ def test_without_atomic_writes_there_is_no_cache(setting, user, monkeypatch):
     (line,) = lines
     assert jax.__version__ in line and "not be atomic" in line and "\n" not in line
     assert jax.config.jax_compilation_cache_dir is None and list(user.iterdir()) == []
+
+
+def test_programs_of_the_initialization_hold_no_arrays(user):
+    """Counters of random bits as constants would make an entry as large as its parameter."""
+    compilation_cache.enable(None, print)
+    model = runs.model(**{"text.vocab_size": 2**18})  # 16 MiB of embeddings
+    create_state(model, optax.sgd(1e-3), runs.SIDE, runs.CONTEXT, 0, oracle.mesh_of(1))
+    sizes = [file.stat().st_size for file in user.rglob("*") if file.is_file()]
+    assert sizes and max(sizes) < 2**18

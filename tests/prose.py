@@ -1,4 +1,4 @@
-"""Limits of the prose, which `make lint` checks: sizes of pages, words that a reader has to read twice, commit subjects.
+"""Limits of the prose that `make lint` checks: size of the guides, hard words, commit subjects.
 
 python tests/prose.py
 """

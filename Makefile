@@ -48,7 +48,7 @@ test: $(TRITON)  ## Losses, kernels, models, data and evaluation on the CPU, and
 test-runs: $(TRITON)  ## Training steps, whole runs with stops and faults, processes, plans, verification, examples
 	$(BIN)/python $(PYTEST) -m "runs and $(QUICK)"
 
-test-slow: $(STAMP)  ## Quickstart, killed half way, digits, notebooks and processes, in fewer steps than users run
+test-slow: $(TRITON)  ## Quickstart, killed half way, digits, notebooks and processes, in fewer steps than users run
 	$(BIN)/python $(PYTEST) -m "slow and not full"
 
 test-all: $(TRITON)  ## These three in one session, which collects tests and compiles shared programs once

@@ -86,7 +86,7 @@ def _loss(implementation: str | None, axis_name: AxisName | None, sharded: Any, 
         mask=mask,
         implementation=implementation,
     )
-    # The positives, one of b terms of a row, are summed apart from the negatives.
+    # Positives, one of the b terms of a row, are summed separately.
     return global_mean(terms.negative, mask, axis_name) + global_mean(terms.positive, mask, axis_name)
 
 

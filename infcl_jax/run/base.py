@@ -57,7 +57,7 @@ _TOKENIZER_BY_VOCAB_SIZE = {CLIP_VOCAB_SIZE: "clip", ByteTokenizer.vocab_size: "
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
-    """Parts of a run, each built on first use, once: its models have configurations `C`, its encoders are `E`.
+    """Parts of a run, each built once, on first use; `C` is its model configuration, `E` its encoder.
 
     Attributes:
       unit: name of the rows of a batch.
@@ -205,7 +205,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         """Settings that determine the memory of a step, for the planner."""
         from infcl_jax.run.plan import run_workload  # the training of a run does not import the planner
 
-        # A collective, which a single process must not start after it has run out of memory.
+        # A collective: a process that has run out of memory must not start it alone.
         limit = device_memory_limit() if self.config.grad_cache.keep == KEEP_MOST else None
         return run_workload(self, self.mesh.size, limit)
 
@@ -263,7 +263,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         """Open the training data."""
 
     def training_data(self, workdir: Path, state: TrainState | None, say: Callable[[str], None]) -> TrainIterator:
-        """Create the iterator over training batches, after the cached features of frozen towers and of a teacher.
+        """Cache the features of frozen towers and of a teacher, then create the iterator over training batches.
 
         All processes must call this method.
 
@@ -295,7 +295,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         return {name: self.config[name] for name in names} | processes
 
     def batch_shapes(self) -> dict[str, Any] | None:
-        """Return shape, dtype and sharding of each array of a batch; None if they are known with the first one only."""
+        """Return shape, dtype and sharding of each array of a batch; None if only the first batch tells them."""
         return None
 
     @abc.abstractmethod
@@ -332,7 +332,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
 
 
 def make_run(config: RunConfig, mesh: Mesh | None = None, source: Source | None = None, **fields: Any) -> Run:
-    """Return a run of the kind that its model decides; `fields` are further ones of `Run`."""
+    """Return a run of the kind that fits its model; `fields` are other fields of `Run`."""
     from infcl_jax.run.image_text import ImageTextRun  # the kinds import this module
     from infcl_jax.run.text_retrieval import TextRetrievalRun
 

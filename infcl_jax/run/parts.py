@@ -1,4 +1,4 @@
-"""Parts of a run, each alone, for training loops and measurements of one's own."""
+"""Individual parts of a run, for custom training loops and measurements."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

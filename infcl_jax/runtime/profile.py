@@ -65,7 +65,7 @@ class Profile:
 
         Args:
           step: training step.
-          metrics: results of the step on the devices, for which it waits.
+          metrics: device results of the step; the call waits for them.
         """
         if self._first is not None and step == self._steps[-1]:
             jax.block_until_ready(metrics)

@@ -51,6 +51,7 @@ def ends(by):
     return chunk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "error", "message"),
     [

@@ -197,6 +197,7 @@ def plain_pool(params, tokens):
     return x + dense(jax.nn.gelu(hidden, approximate=False), params["mlp"]["c_proj"])
 
 
+@pytest.mark.slow
 def test_map_pooling_has_values_and_gradients_of_the_formula():
     tokens, weight = (jnp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32)) for shape in SHAPES)
     module = MapPool(dataclasses.replace(CONFIG, norm_epsilon=1e-6))

@@ -90,7 +90,7 @@ class Quotes:
 def scan_quotes(file: BinaryIO, separator: str, swallowed: Callable[[list[bytes]], list[bytes]]) -> Quotes:
     """Scan a table for quotes up to the first stray one.
 
-    `swallowed` returns the images of the rows that the lines of a quoted cell look like.
+    `swallowed` returns the images of the lines of a quoted cell if they look like rows.
     """
     end = rf"[{re.escape(separator)}\r\n]"
     # A quote behind a separator begins a quoted cell; others are text.
@@ -133,7 +133,7 @@ def _end(pattern: re.Pattern[bytes], data: bytes, position: int, stop: int) -> i
 def _swallowed_rows(
     lines: list[bytes], separator: bytes, columns: int, image: int, is_image: Callable[[bytes], bool]
 ) -> list[bytes]:
-    """Return the images of the lines of a quoted cell that has swallowed rows: nearly all lines are rows.
+    """Return the images in the lines of a quoted cell if it swallowed rows: nearly all lines are rows.
 
     Args:
       lines: lines of the cell, at least two.
@@ -152,7 +152,7 @@ def _swallowed_rows(
         return next(filter(is_image, names), b"")
 
     first, *inner, last = lines
-    # The cells in front of the quoted one are in the line of its start, and those behind in the line of its end.
+    # Cells before the quoted one are in the line where it starts, cells after it in the line where it ends.
     images = [find_image(line) for line in [last + first, *filter(bytes.strip, inner)]]
     found = list(filter(None, images))
     return found if images[0] and len(found) >= _SWALLOWED * len(images) else []
@@ -161,7 +161,7 @@ def _swallowed_rows(
 def _parse_csv(
     file: BinaryIO, separator: str, names: Sequence[str], used: Sequence[str], quotes: Quotes | None
 ) -> tuple[pa.Table, int]:
-    """Parse a file whose quotes enclose cells, or without `quotes` are text."""
+    """Parse a file. Quotes enclose cells, or are text if `quotes` is None."""
     damaged = 0
 
     def skip_damaged(row: Any) -> str:
@@ -229,7 +229,7 @@ def _parsed(file: BinaryIO, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def _parse_lines(file: BinaryIO, path: str, choose: Choose) -> pa.Table:
     """Read lines without Arrow.
 
-    Arrow wants one type in each column, also in unused ones, and refuses NaN.
+    Arrow requires one type per column, even in unused ones, and rejects NaN.
     """
     used = choose(list(dict.fromkeys(name for _, row in _parsed(file, path) for name in row)))
     columns: dict[str, list[Any]] = {name: [] for name in used}
@@ -267,7 +267,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _replace_surrogates(value: Any) -> Any:
-    """Replace the halves of surrogate pairs, which have no UTF-8."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, list):
         return [_replace_surrogates(item) for item in value]
     if isinstance(value, dict):

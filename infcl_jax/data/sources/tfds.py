@@ -27,7 +27,7 @@ class RecordSource:
     """TFDS dataset in array_record format, read without TensorFlow.
 
     Its features must have an `image` (Image, or a uint8 tensor) and `caption` or `captions` (text, a sequence of texts,
-    or a sequence of dicts with a `text`). Without captions, they are generated from a `label` (ClassLabel), one per
+    or a sequence of dicts with a `text`). Without them, captions are generated from a `label` (ClassLabel), one per
     template.
 
     Args:

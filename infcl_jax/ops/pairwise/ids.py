@@ -1,6 +1,6 @@
 """Groups of rows and columns with equal ids, and their order for kernels that process positives by tile.
 
-Sorted rows and columns have their positives in adjacent rows and columns. A kernel then finds the positives of a row in
+Sorting makes the rows and columns of positives adjacent. A kernel then finds the positives of a row in
 one range of columns, and few tiles contain positives. Groups are in the order in which ids first occur, so that
 rows and columns with unique, equal ids stay in place.
 """
@@ -23,7 +23,7 @@ class Groups(NamedTuple):
     """Group numbers of this device's rows and columns.
 
     A pair with equal numbers is a positive. Numbers start at 1, so that rows padded with zeros match nothing. They are
-    in the order in which ids first occur, columns before rows and devices in their order. All fields are None without
+    in the order in which ids first occur, columns before rows and devices by index. All fields are None without
     ids.
 
     Attributes:
@@ -92,7 +92,7 @@ def _numbers(ids: Int32[Array, "n k"]) -> Int32[Array, "n"]:
 
 
 def sort_key(group: Int32[Array, "n"]) -> Int32[Array, "n"]:
-    """Return sort keys of group numbers, which are even, and odd for masked rows and columns.
+    """Return sort keys of group numbers: even, or odd for masked rows and columns.
 
     Masked rows follow the others of their group.
     """
@@ -111,7 +111,7 @@ def is_match(x_ids: Int32[Array, "rows"], y_ids: Int32[Array, "columns"]) -> Boo
 def order_bytes(rows: int) -> int:
     """Bytes of positives by id on each device, if the features are needed for the loss alone.
 
-    The sorted features and their gradients then take the memory of the features and gradients in the caller's order.
+    The sorted features and their gradients then reuse the memory of the arrays in the caller's order.
     """
     return NUM_VECTORS * rows * FP32_BYTES
 

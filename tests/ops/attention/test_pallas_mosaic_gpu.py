@@ -53,6 +53,7 @@ def assert_close(outputs, want, dtype, least=1e-9):
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("b", "positions", "heads", "dtype", "causal"),
     [
@@ -133,6 +134,7 @@ def test_a_sharded_batch_has_kernels_for_its_own_sequences():
     assert "tensor<8x77x9x64xbf16>" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
     """The kernels' own arithmetic is replaced by XLA's: the interpreter has one device."""

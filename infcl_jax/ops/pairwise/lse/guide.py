@@ -1,4 +1,4 @@
-"""Guide: a second model that leaves negatives out of the sums which it finds too similar to be negatives."""
+"""Guide: a second model. Pairs that it finds too similar to be negatives are left out of the sums."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ MARGIN_STRATEGIES = ("absolute", "relative")
 
 @dataclasses.dataclass(frozen=True)
 class Margin:
-    """By how much a negative must be less similar in the guide than the own pair.
+    """How much less similar than the own pair a negative must be in the guide.
 
     Attributes:
       value: the margin.
@@ -34,7 +34,7 @@ class Margin:
             raise ValueError(f"expected margin as a finite Python number, got {self.value!r}")
 
     def thresholds(self, own: Float[Array, "n"]) -> Float[Array, "n"]:
-        """Return the largest similarities of negatives that stay, given the own pairs' similarities."""
+        """Return the highest similarities at which negatives are kept, given the own pairs'."""
         return own - self.value * (jnp.abs(own) if self.strategy == "relative" else jnp.ones_like(own))
 
 
@@ -62,7 +62,7 @@ def guided_pairs(
     x_threshold: Float[Array, "rows"] | None,
     y_threshold: Float[Array, "by"] | None,
 ) -> tuple[Bool[Array, "rows by"] | None, Bool[Array, "rows by"] | None]:
-    """Return which pairs the guide leaves in the sums of rows, and of columns; None for all or without these sums."""
+    """Return masks of the pairs that the guide keeps in row and in column sums; None: all pairs, or no such sums."""
     if x is None or y is None or x_threshold is None:
         return None, None
     t = similarities(x, y)

@@ -78,7 +78,7 @@ def positive_sums(
     """Return the sums over the positives of each row and column.
 
     Args:
-      match: True at the positives by id, see `is_match`; None without ids, for no sums.
+      match: True at the positives by id, see `is_match`; None without ids: no sums.
       s: similarities.
       log_sum: `log_sum(axis)` returns the log-sum-exp of the positives' logits over an axis.
       columns: whether to compute column sums.
@@ -98,7 +98,7 @@ def with_positives(
 ) -> Float[Array, "rows columns"]:
     """Add the positives' terms to the cotangents of the logits, in the accumulation dtype.
 
-    Probability minus share cancels, so rounding to the features' dtype first would leave only noise.
+    Probability and share nearly cancel: rounded to the features' dtype first, they leave only noise.
 
     Args:
       d_logits: cotangents of the logits from other terms.

@@ -12,7 +12,7 @@ from infcl_jax.ops.pairwise.sigmoid.block import SigmoidBlock, SigmoidGradient
 
 @dataclasses.dataclass(frozen=True)
 class Sigmoid(Loss):
-    """`gradient_rule.Loss` of each row's loss terms, whose sums are their own results."""
+    """`gradient_rule.Loss` of each row's loss terms; the sums are the results."""
 
     folder = "sigmoid"
     gradient = SigmoidGradient

@@ -18,7 +18,7 @@ class SigmoidTriton(TritonKernels):
 
     @property
     def ranges(self) -> tuple[int, int]:
-        """Rows and columns of a range of `Matches`, as many as of a tile."""
+        """Rows and columns per range of `Matches`: the size of a tile."""
         return self.config.block_m, self.config.block_n
 
     def sums(

@@ -44,6 +44,7 @@ def interpreter(interpreter, monkeypatch):
     monkeypatch.setattr(mosaic, "store_column_sums", store_column_sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "options"),
     [
@@ -59,6 +60,7 @@ def test_options_match_oracle(interpreter, k, options):
     check(DistillationFused(k), make(**{"bx": 150, "by": 140} | options))
 
 
+@pytest.mark.slow
 def test_windows_make_the_whole_without_gradients_of_the_rows(interpreter, monkeypatch):
     """Tests windows with remainders, in loops, with rounding per column group."""
     monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (128, 128))

@@ -149,6 +149,7 @@ def check(backend, block, *, loss=False, exclude=False, columns=True, needs_grad
     assert_gradients(block, gradient, want, needs_grad=needs_grad, canceling=rounding * loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_any_tiles_in_odd_sizes(interpreter, tiles):
     check(LseFused(kernels(*tiles)), make(bx=270, by=140, dim=70))
@@ -159,6 +160,7 @@ def test_ctas_that_run_one_task_each(interpreter):
     check(LseFused(dataclasses.replace(CLUSTERED, persistent=False)), make(bx=150, by=140, dim=100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,6 +190,7 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     check(*jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args, **options), 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiles", "scale", "options"),
     [
@@ -218,6 +221,7 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
     check(LseFused(CLUSTERED), make(dtype=dtype), needs_grad=needs_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "group_bytes", "dtype", "options"),
     [
@@ -383,6 +387,7 @@ def test_large_batches_take_few_kernels_and_little_memory(dim, dtype, by_id):
     assert largest_array(text) <= max(WindowConfig.max_pairs, 3 * b * (dim + 127))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argnums", "products"), [((0, 1, 2), 4), ((1,), 2), ((2,), 1)])
 def test_gradients_that_are_not_needed_are_not_computed(argnums, products):
     """Only GEMMs of the needed gradients are in the program.

@@ -11,6 +11,7 @@ from infcl_jax import clip_loss
 from infcl_jax.ops.pairwise.fused_windows import WindowConfig
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("b", "dtype", "kind", "margin", "strategy", "by_id", "masked"),
     [
@@ -23,6 +24,7 @@ def test_clip_matches_oracle(interpreter, b, dtype, kind, margin, strategy, by_i
     oracle_guide.check_clip("mosaic_gpu", b, dtype, kind, margin, strategy, by_id, masked)
 
 
+@pytest.mark.slow
 def test_retrieval_matches_oracle(interpreter):
     oracle_guide.check_retrieval("mosaic_gpu")
 

@@ -77,6 +77,7 @@ def value(args, ids, masks, options, axis_name, implementation):
     return weighted_sum(result, axis_name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [

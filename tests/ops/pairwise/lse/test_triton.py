@@ -250,6 +250,7 @@ def test_positives_by_id(interpreter, monkeypatch, scale, options):
     check_ids("triton", scale, bx=60, by=90, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("per_sample", "guide"), [(False, False), (True, False), (False, True)])
 def test_blocks_of_a_ring_by_id(interpreter, per_sample, guide):
     """Columns of another device, sorted by the group numbers of all devices: some rows have no positive there."""
@@ -437,6 +438,7 @@ jax.eval_shape(sharded, x)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", triton_compile.CAPABILITIES)
 def test_kernels_compile_without_a_gpu(capability):
     triton_compile.check(capability, KERNELS, 13)

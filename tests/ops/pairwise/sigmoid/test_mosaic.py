@@ -46,11 +46,13 @@ def interpreter(interpreter, monkeypatch):
     monkeypatch.setattr(mosaic, "reciprocal", reciprocal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_any_tiles_in_odd_sizes(interpreter, k):
     check(SigmoidFused(k), make(bx=270, by=140, dim=70))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,6 +78,7 @@ def test_only_needed_gradients(interpreter, dtype, needs_grad):
     check(SigmoidFused(CLUSTERED), make(dtype=dtype), needs_grad=needs_grad)
 
 
+@pytest.mark.slow
 def test_windows_make_the_whole(interpreter, monkeypatch):
     """Tests windows with remainders, in loops, with rounding per column group."""
     monkeypatch.setattr(WindowConfig, "best_size", lambda *_: (256, 128))

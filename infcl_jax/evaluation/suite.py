@@ -91,7 +91,7 @@ class Suite:
       train_batch_size: pairs per batch of `validation/batch_loss`; None: skip this loss.
       evaluations: further tasks and suites, see `load_tasks`.
       resize: resize of images before the center crop.
-      say: function that prints a line of progress; None: no progress.
+      say: function that prints a line of progress.
       check: function called before each batch of a split and each task, which may raise to end an evaluation. All
         processes call it equally often.
       max_bad_records: maximum number of bad records of each split and process, which are left out with a warning;
@@ -117,8 +117,8 @@ class Suite:
     train_batch_size: int | None = None
     evaluations: Sequence[str] = ()
     resize: Resize = SHORTEST_BICUBIC
-    say: Callable[[str], None] | None = None
-    check: Callable[[], None] | None = None
+    say: Callable[[str], object] = lambda line: None
+    check: Callable[[], None] = lambda: None
     max_bad_records: float | None = 0
     max_image_pixels: int = MAX_PIXELS
     prefixes: Sequence[int] = ()
@@ -206,8 +206,7 @@ class Suite:
         encoded: dict[int, Features] = {}
         last_use = {id(source): opened for opened in self._tasks for source in opened.sources}
         for opened in self._tasks:
-            if self.check:
-                self.check()
+            self.check()
             for source in opened.sources:
                 if id(source) not in encoded:
                     encoded[id(source)] = self._encode(source, variables)
@@ -272,7 +271,7 @@ class Suite:
             skip_bad=True,
             max_image_pixels=self.max_image_pixels,
         )
-        progress = Progress(f"{source.name} {source.split}", len(batches), "batches", self.say or (lambda line: None))
+        progress = Progress(f"{source.name} {source.split}", len(batches), "batches", self.say)
         readable = self._readable(source, batches, progress)
         encode_text = TowerEncoder(self.model, "encode_text") if texts else None
         return encode_split(TowerEncoder(self.model, "encode_image"), encode_text, variables, readable, self.mesh)
@@ -282,8 +281,7 @@ class Suite:
         bad: list[str] = []  # messages
         limit = bad_record_limit(self.max_bad_records, source)
         for batch in batches:
-            if self.check:
-                self.check()
+            self.check()
             bad += batch[BAD_RECORDS]["message"].tolist()
             if len(bad) > limit and jax.process_count() == 1:
                 break

@@ -20,6 +20,7 @@ from infcl_jax.data.text_pairs import PairTexts
 from infcl_jax.evaluation.results import TaskResult, flat_metrics
 from infcl_jax.inference.features import TowerEncoder, encode_texts
 from infcl_jax.inference.search import top_k
+from infcl_jax.runtime.progress import Progress
 
 HITS, MRR, RECALL = (20, 100), 10, 1000  # cutoffs of DPR's accuracy and of MS MARCO's MRR and recall
 _BLOCK = 2**17  # passages whose features are in memory at once: 400 MB of 768 floats
@@ -56,6 +57,7 @@ class TextRetrievalSuite:
       judgments: ids of the relevant passages by query id; None without judgments.
       batch_size: texts encoded at once, over all devices.
       block: passages whose features are in memory at once.
+      say: function that prints a line of progress.
       check: function called before each block, which may raise to end an evaluation.
       names: names of the questions and of the judgments in messages.
 
@@ -72,6 +74,7 @@ class TextRetrievalSuite:
     judgments: Mapping[str, set[str]] | None = None
     batch_size: int = 256
     block: int = _BLOCK
+    say: Callable[[str], object] = lambda line: None
     check: Callable[[], None] = lambda: None
     names: tuple[str, str] = ("the questions", "the judgments")
 
@@ -162,6 +165,7 @@ class TextRetrievalSuite:
         query = self._encode("query", variables, self.texts.queries, [question.text for question in self.questions])
         score, row = np.empty((len(query), 0)), np.empty((len(query), 0), np.int64)
         document = np.arange(len(self.corpus))  # without judgments, each passage counts
+        progress = Progress(self.corpus.name, len(self.corpus), "passages", self.say)
         for start in range(0, len(self.corpus), self.block):
             self.check()
             passages = [self.corpus[i] for i in range(start, min(start + self.block, len(self.corpus)))]
@@ -175,6 +179,7 @@ class TextRetrievalSuite:
             score, row = np.take_along_axis(score, best, 1), np.take_along_axis(row, best, 1)
             columns = columns_of_documents(document[row], k)
             score, row = score[:, :columns], row[:, :columns]
+            progress.add(len(passages))
         return row
 
     def _search_block(

@@ -91,8 +91,8 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     changed: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     teacher: Teacher | None = None
     given_tokenizer: BaseTokenizer | None = None
-    check: Callable[[], None] | None = None
-    say: Callable[[str], None] | None = None
+    check: Callable[[], None] = lambda: None
+    say: Callable[[str], object] = lambda line: None
 
     @property
     @abc.abstractmethod

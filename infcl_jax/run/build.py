@@ -35,7 +35,7 @@ def build_run(
     *,
     origin: Path | None = None,
     recorded: RunConfig | None = None,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], None] = lambda: None,
     doing: Callable[[str], None] = lambda phase: None,
 ) -> Run:
     """Build a run to train; a resumed run keeps the settings that were chosen at its start.

@@ -123,8 +123,8 @@ def evaluation_suite(
     config: AnyConfig,
     mesh: Mesh,
     tokenizer: Tokenizer | None = None,
-    say: Callable[[str], None] | None = None,
-    check: Callable[[], None] | None = None,
+    say: Callable[[str], object] = lambda line: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Suite | TextRetrievalSuite:
     """Create the evaluation suite of a run.
 
@@ -138,8 +138,8 @@ def evaluation_suite(
       config: settings of the run.
       mesh: devices.
       tokenizer: tokenizer of captions and prompts; None: `text_tokenizer(config)`.
-      say: function that prints a line of progress; None: no progress.
-      check: function called before each batch and task, which may raise to end an evaluation; None: none.
+      say: function that prints a line of progress; by default there is no progress.
+      check: function called before each batch and task, which may raise to end an evaluation.
 
     Raises:
       ValueError, FileNotFoundError: see `infcl_jax.evaluation.Suite`.

@@ -108,7 +108,8 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
             questions=read_questions(settings.questions),
             judgments=None if settings.judgments is None else read_judgments(settings.judgments),
             batch_size=self.config.evaluation.batch_size,
-            check=self.check or (lambda: None),
+            say=self.say,
+            check=self.check,
             names=(settings.questions, settings.judgments or "the judgments"),
         )
         suite.check_inputs()

@@ -19,6 +19,7 @@ from infcl_jax.models import build_model, variable_shapes
 from infcl_jax.models.convert.text_pair import save_text_pair
 from infcl_jax.run.base import make_run
 from infcl_jax.run.initialize import initialize_pair
+from infcl_jax.runtime import progress
 from infcl_jax.runtime.mesh import replicate, shard_batch
 from infcl_jax.training import make_train_step, restore_variables
 
@@ -277,3 +278,11 @@ def test_hard_negatives_raise_accuracy(folder):
         row = run.evaluation_suite(config, oracle.mesh_of(1)).search(trained(config)[0].variables)
         rates.append(np.mean([rows[0] == 2 * topic for topic, rows in enumerate(row)]))
     assert rates[1] > rates[0] + 0.1, rates
+
+
+def test_an_evaluation_says_how_far_it_is(folder, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    config, mesh, lines = settings(folder), oracle.mesh_of(1), []
+    suite = dataclasses.replace(run.evaluation_suite(config, mesh, say=lines.append), block=40)
+    suite.search(run.initial_state(config, mesh).evaluated_variables)
+    assert [line.split(" passages")[0] for line in lines] == [f"{suite.corpus.name}: {n} of 96" for n in (40, 80, 96)]

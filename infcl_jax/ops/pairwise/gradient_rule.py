@@ -77,10 +77,6 @@ class Loss:
         """Return the results of sorted rows and columns in the caller's order; by default the results of rows."""
         return jax.tree.map(x_order.restore, results)
 
-    def feature_scale(self, block: Any, scale: Float[Array, ""]) -> Float[Array, ""]:
-        """Return the factor of the features' gradients, given the factor of all gradients."""
-        return scale
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -129,17 +125,18 @@ def _backward(plan: Plan, residuals: tuple, d_results: Any) -> tuple:
     block, first, exact, final, perturbed = residuals
     needs_grad = plan.loss.gradient(*decode_perturbed(perturbed))
     d_results = jax.tree.map(lambda d: instantiate(d, block.x), d_results)
-    grad_scale = power_of_two_bound(d_results, plan.axis_name)
+    # The cotangents of a mean contain 1/b. Dividing by a power of two before the GEMMs, and multiplying after them, is
+    # exact and keeps dS from underflow.
+    grad_scale = feature_scale = power_of_two_bound(d_results, plan.axis_name)
     d_results = jax.tree.map(lambda d: d / grad_scale, d_results)
-    feature_scale = plan.loss.feature_scale(block, grad_scale)
+    if (scale := getattr(block, "scale", None)) is not None:  # fused backends compute dX of a scale of 0 as of 1
+        feature_scale = jnp.where(scale == 0, jnp.zeros_like(grad_scale), grad_scale)
 
     def gradients(backend: Backend, block: Any, sums: Any, needs_grad: Any) -> Any:
         cotangents = plan.loss.cotangents(sums, d_results)
         x, y, *others = plan.strategy.backward(
             backend, block, cotangents, axis_name=plan.axis_name, needs_grad=needs_grad
         )
-        # The cotangents of a mean contain 1/b. Multiplying by a power of two after the GEMMs is exact and keeps dS from
-        # underflow.
         features = (None if d is None else scaled(d, feature_scale, block.x.dtype) for d in (x, y))
         return plan.loss.gradient(*features, *(None if d is None else d * grad_scale for d in others))
 

@@ -12,7 +12,7 @@ the products: two softmaxes that almost agree cancel, so rounding each of them f
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 
 from infcl_jax.ops.pairwise.base import Array, Backend
 from infcl_jax.ops.pairwise.distillation.block import (
@@ -67,7 +67,3 @@ class Distillation(Loss):
     def general(self, backend: Backend, block: DistillationBlock) -> tuple[Backend, DistillationBlock]:
         """Return strips of rows without a limit of the exponentials' range."""
         return DistillationStrips(getattr(backend, "rows", GENERAL_ROWS), shared=False), block
-
-    def feature_scale(self, block: DistillationBlock, scale: Float[Array, ""]) -> Float[Array, ""]:
-        """Return 0 for a scale of 0, by which fused backends do not divide."""
-        return jnp.where(block.scale == 0, jnp.zeros_like(scale), scale)

@@ -107,7 +107,7 @@ def get_config(argument: str = "laion400m") -> ConfigDict:
     chunk = chosen["chunk"] or _CHUNKS[chosen["experiment"]]
     config.grad_cache.chunk_size = min(chunk * chosen["gpus"], config.batch_size)
     if chosen["offload"] == "yes":
-        config.grad_cache.residency = "host"
+        config.grad_cache.offload = "host"
     config.optimizer.warmup_steps = _SAMPLES[name] // (2 * config.batch_size)
     config.eval_every = config.checkpoint_every = epoch
     config.evaluations = ("imagenet1k",)

@@ -89,17 +89,17 @@ def direct(encoders, loss_fn, chunk_size, devices=1):
     return jax.jit(jax.value_and_grad(total))
 
 
-def cached(encoders, loss_fn, residency="device", **options):
-    f = cached_value_and_grad(encoders, loss_fn, residency=residency, **options)
-    return jax.jit(f) if residency == "device" else f
+def cached(encoders, loss_fn, offload="none", **options):
+    f = cached_value_and_grad(encoders, loss_fn, offload=offload, **options)
+    return jax.jit(f) if offload == "none" else f
 
 
-def place(params, batch, residency, sharding):
+def place(params, batch, offload, sharding):
     """Parameters and batch where a trainer would have them."""
     if sharding is None:
         return params, batch
     params = jax.device_put(params, NamedSharding(sharding.mesh, P()))
-    return params, jax.device_put(batch, sharding) if residency == "device" else batch
+    return params, jax.device_put(batch, sharding) if offload == "none" else batch
 
 
 def assert_equal(got, expected, tolerance=1e-5):

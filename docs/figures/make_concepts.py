@@ -1,4 +1,4 @@
-"""Draw the figures of docs/concepts.md: sweep.svg, ring.svg, grad_cache.svg and residency.svg.
+"""Draw the figures of docs/concepts.md: sweep.svg, ring.svg, grad_cache.svg and offload.svg.
 
     python docs/figures/make_concepts.py
 
@@ -90,11 +90,11 @@ def draw_grad_cache(axes: Axes) -> None:
     axes.set(xlim=(-0.5, 14.3), ylim=(-0.2, 5.2))
 
 
-def draw_residency(axes: Axes) -> None:
-    """Draw where the batch is stored with each residency."""
+def draw_offload(axes: Axes) -> None:
+    """Draw where each value of `grad_cache.offload` stores the batch."""
     for row, (name, stored, device) in enumerate(
         (
-            ("device", "", "whole batch"),
+            ("none", "", "whole batch"),
             ("host", "whole batch", "at most 3 chunks"),
             ("replay", "read twice", "at most 3 chunks"),
         )
@@ -114,7 +114,7 @@ FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "sweep": (draw_sweep, (6, 3.7)),
     "ring": (draw_ring, (6, 3.2)),
     "grad_cache": (draw_grad_cache, (6.8, 3.4)),
-    "residency": (draw_residency, (6, 2.4)),
+    "offload": (draw_offload, (6, 2.4)),
 }
 
 

@@ -105,7 +105,7 @@ def main() -> None:
         print(f"{rate:7.1f} images/s  {name}{ratio}")
     if baseline is None:
         print("OpenCLIP's transform is not installed: pip install open_clip_torch torchvision")
-    if choose_decoder("auto", "device") == "nvimgcodec":
+    if choose_decoder("auto", "none") == "nvimgcodec":
         device = jax.local_devices()[0]
         decoder = open_decoders([device], _BATCH.value, _IMAGE_SIZE)[device]
         rate = device_rate(decoder, files, _BATCH.value, _SECONDS.value)

@@ -1,7 +1,7 @@
 r"""Benchmark of the training step: time of its phases, memory and throughput.
 
     python -m experiments.benchmarks.step --model=ViT-B/32 --precision=bf16 --batch=1024,4096 \
-        --output=runs/benchmark_step [--chunk_size=1024 --residency=host] [--loss=fastclip_v3] \
+        --output=runs/benchmark_step [--chunk_size=1024 --offload=host] [--loss=fastclip_v3] \
         [--data='shards-{00000..00041}.tar']
 
 Prints a table, appends JSON lines to `benchmark_step.jsonl` and plots `benchmark_step.png` in the output folder.

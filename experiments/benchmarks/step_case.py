@@ -143,7 +143,7 @@ class Case:
         if settings.matryoshka:
             loss_fn = MatryoshkaLoss.wrap(loss_fn, settings.matryoshka)
         case = cls(settings, mesh, b, loss_fn)
-        case._train_step(settings.cache)  # raises if the loss does not support the residency
+        case._train_step(settings.cache)  # raises if the loss does not support the offload
         if settings.data is not None:
             step_files.open_data(case._run_config(), mesh).close()  # raises if the dataset is wrong
         return case
@@ -156,15 +156,15 @@ class Case:
         """
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
         rows = self.b * len(self.mesh.local_devices) // self.mesh.size
-        if cache.residency == "replay":
+        if cache.offload == "replay":
             reader = RandomReader(config, rows, self.mesh, cache.chunk_size)
             pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh))
         else:
             pairs = dict[str, Any](draw_pairs(config, rows))
         pairs |= self._loss_inputs(rows)
-        batch = shard_batch(self.mesh, pairs) if cache.residency == "device" else pairs
+        batch = shard_batch(self.mesh, pairs) if cache.offload == "none" else pairs
         state, step = self._initial_state(), self._train_step(cache)
-        if cache.residency == "device":
+        if cache.offload == "none":
             step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
             yield {"memory_mib": compiled_bytes(step) / 2**20}
         peak_before = peak_bytes(self.mesh)
@@ -182,7 +182,7 @@ class Case:
         if not self.settings.phases:
             return
         yield from self._phase_times(train)
-        if cache.residency == "replay":  # no batch in device memory to compare with
+        if cache.offload == "replay":  # no batch in device memory to compare with
             return
         try:
             yield {"data_ms": 1e3 * self._exposed_transfer(train, pairs, seconds)}
@@ -281,7 +281,7 @@ class Case:
             **cache.options,
         )
         run = function if backward else lambda *args: function(*args)[0]
-        return jax.jit(run) if cache.residency == "device" else run
+        return jax.jit(run) if cache.offload == "none" else run
 
     def _loss_program(self, train: _Training, features: dict[str, jax.Array]) -> Program:
         """Compile the loss with its gradients over features and scale."""
@@ -301,10 +301,10 @@ class Case:
         It is the time of a step with the batch in host memory minus that of a step with the batch in device memory.
         """
         cache, repeats = self.settings.cache, self.settings.repeats
-        if cache.residency == "device":
+        if cache.offload == "none":
             streaming = _StreamingTraining(train.step, train.state, pairs, self.mesh)
             return timing.seconds(streaming, repeats, _STEP_SECONDS) - seconds
-        on_devices = dataclasses.replace(cache, residency="device")
+        on_devices = dataclasses.replace(cache, offload="none")
         resident = _Training(self._train_step(on_devices), train.state, shard_batch(self.mesh, pairs))
         return seconds - timing.seconds(resident, repeats, _STEP_SECONDS)
 

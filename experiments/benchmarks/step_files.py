@@ -66,7 +66,7 @@ def file_figures(
         yield {
             "files_images_per_second": config.batch_size / seconds,
             "files_fraction": step_seconds / seconds,
-            "files_wait": None if config.grad_cache.residency == "replay" else waited / busy,
+            "files_wait": None if config.grad_cache.offload == "replay" else waited / busy,
             "files_stage": limiting_stage(data.stats(), data.parallelism.readers),
             "files_readers": str(data.parallelism),
         }

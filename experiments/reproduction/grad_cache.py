@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.reproduction.recipes import TINY_TOWERS, digits
 from experiments.reproduction.target import NOT_LEGIBLE, Cell, Entry, Paper, Target, cell
-from infcl_jax.training import BATCH_RESIDENCIES
+from infcl_jax.training import BATCH_OFFLOADS
 
 GRAD_CACHE = Paper(
     "GradCache",
@@ -89,7 +89,7 @@ _VARIANTS = ("dense", "local", "disco", "ring", "xla")
 
 
 def parity(scale: str) -> list[Entry]:
-    """Training losses of every implementation, and of every residency of gradient caching."""
+    """Training losses of every implementation, and of gradient caching with every offload."""
     steps = {"tiny": 40, "small": 300, "paper": 300}[scale]
 
     def run(**changes: Any) -> Cell:
@@ -98,8 +98,8 @@ def parity(scale: str) -> list[Entry]:
 
     runs = {f"`{name}`": run(implementation=name) for name in _VARIANTS}
     runs |= {
-        f"gradient caching, {residency}": run(grad_cache__chunk_size=16, grad_cache__residency=residency)
-        for residency in BATCH_RESIDENCIES
+        f"gradient caching, {offload}": run(grad_cache__chunk_size=16, grad_cache__offload=offload)
+        for offload in BATCH_OFFLOADS
     }
     return [Entry(name, f"loss, {steps} steps", (one,), "loss") for name, one in runs.items()]
 

@@ -33,20 +33,20 @@ _TABLE_1: dict[int, dict[str, dict[int, float | str]]] = {
 }
 # Peak memory of Inf-CL in GB on 8 and 32 GPUs.
 _PEAKS: dict[tuple[int, str], dict[int, float | str]] = {
-    (8, "device"): {32: 44.20, 64: 46.63, 128: 51.46, 256: 61.13},
+    (8, "none"): {32: 44.20, 64: 46.63, 128: 51.46, 256: 61.13},
     (8, "host"): {32: 42.40, 64: 42.49, 128: 42.69, 256: 43.07, 1024: 45.40},
-    (32, "device"): {32: 42.48, 64: 43.08, 128: 44.30, 256: 46.71, 1024: 61.20},
+    (32, "none"): {32: 42.48, 64: 43.08, 128: 44.30, 256: 46.71, 1024: 61.20},
 }
 
 
-def planned_step(model: str, devices: int, batch: int, residency: str = "device") -> dict[str, Any]:
+def planned_step(model: str, devices: int, batch: int, offload: str = "none") -> dict[str, Any]:
     """Return the settings of a step with gradient caching, for the planner."""
     return {
         "model": model,
         "model_overrides": "dtype=bfloat16",
         "batch_size": batch,
         "grad_cache.chunk_size": _CHUNK * devices,
-        "grad_cache.residency": residency,
+        "grad_cache.offload": offload,
     }
 
 
@@ -68,21 +68,21 @@ def table_1(scale: str) -> list[Entry]:
                 one = cell("loss_memory", implementation=implementation, **shape)
                 row = f"{NAMES[implementation]}, {devices} devices"
                 entries.append(Entry(row, f"{thousands}k", (one,), "gib", paper))
-    for (devices, residency), figures in _PEAKS.items():
+    for (devices, offload), figures in _PEAKS.items():
         for thousands, paper in figures.items():
-            changes = planned_step("ViT-L/14", devices, thousands * K, residency)
+            changes = planned_step("ViT-L/14", devices, thousands * K, offload)
             one = cell("planned_memory", changes=changes, devices=devices, device="A100-80", implementation="triton")
-            offload = ", data offload" if residency == "host" else ""
-            entries.append(Entry(f"Inf-CL, peak{offload}, {devices} GPUs", f"{thousands}k", (one,), "peak_gib", paper))
+            title = ", data offload" if offload == "host" else ""
+            entries.append(Entry(f"Inf-CL, peak{title}, {devices} GPUs", f"{thousands}k", (one,), "peak_gib", paper))
     return entries
 
 
 # Largest batch in thousands: CLIP, OpenCLIP, Inf-CL.
 _TABLE_2 = {
-    ("ViT-B/16", 8, "device"): (68, 172, 800),
-    ("ViT-B/16", 32, "device"): (68, 360, 3456),
-    ("ViT-L/14", 8, "device"): (64, 152, 448),
-    ("ViT-L/14", 32, "device"): (64, 352, 2048),
+    ("ViT-B/16", 8, "none"): (68, 172, 800),
+    ("ViT-B/16", 32, "none"): (68, 360, 3456),
+    ("ViT-L/14", 8, "none"): (64, 152, 448),
+    ("ViT-L/14", 32, "none"): (64, 352, 2048),
     ("ViT-L/14", 8, "host"): (64, 184, 4096),
     ("ViT-L/14", 32, "host"): (64, 368, 12288),
 }
@@ -91,12 +91,12 @@ _TABLE_2 = {
 def table_2(scale: str) -> list[Entry]:
     """Largest batch by model, GPUs and strategy, from the planner; on one GPU, also by running steps."""
     entries = []
-    for (model, devices, residency), figures in _TABLE_2.items():
+    for (model, devices, offload), figures in _TABLE_2.items():
         for implementation, paper in zip(("dense", "local", "triton"), figures, strict=True):
-            changes = planned_step(model, devices, _CHUNK * devices, residency)
+            changes = planned_step(model, devices, _CHUNK * devices, offload)
             gpu = {"devices": devices, "device": "A100-80", "implementation": implementation}
             one = cell("planned_batch", changes=changes, **gpu)
-            row = f"{model}, {devices} GPUs{', data offload' if residency == 'host' else ''}"
+            row = f"{model}, {devices} GPUs{', data offload' if offload == 'host' else ''}"
             column = {"dense": "CLIP", "local": "OpenCLIP", "triton": "Inf-CL"}[implementation]
             entries.append(Entry(row, f"{column}, thousands", (one,), "batch_k", paper))
     values = {"planned": "planned_k", "largest that ran": "batch_k", "smallest that did not": "refused_k"}

@@ -1,6 +1,6 @@
 """Gradient caching (GradCache): exact full-batch gradients with chunk-sized activations."""
 
-from infcl_jax.grad_cache.api import RESIDENCIES as RESIDENCIES
+from infcl_jax.grad_cache.api import OFFLOADS as OFFLOADS
 from infcl_jax.grad_cache.api import cached_value_and_grad as cached_value_and_grad
 from infcl_jax.grad_cache.chunks import chunk_rows as chunk_rows
 from infcl_jax.grad_cache.host import Replay as Replay

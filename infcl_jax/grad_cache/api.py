@@ -13,7 +13,7 @@ from infcl_jax.grad_cache.chunks import Array, CachedEncoder, Devices, EncodeFn,
 from infcl_jax.grad_cache.host import HostDriver, Replay
 from infcl_jax.ops.common.checks import check_choice
 
-RESIDENCIES = ("device", "host")
+OFFLOADS = ("none", "host")
 _NUMBERS = (bool, int, float, complex)
 
 ValueAndGrad = Callable[..., tuple[Any, Any]]
@@ -28,7 +28,7 @@ def cached_value_and_grad(
     keep_names: Collection[str] = (),
     frozen: Collection[str] = (),
     has_aux: bool = False,
-    residency: str = "device",
+    offload: str = "none",
     sharding: NamedSharding | None = None,
 ) -> ValueAndGrad:
     """Value and gradient of a full-batch loss with gradient caching.
@@ -46,9 +46,9 @@ def cached_value_and_grad(
 
     Randomness: both passes call an encoder with the key `fold_in(fold_in(rng, encoder), shard)`. `encoder` is the index
     of the encoder in `encoders`. `shard` is the index of a device's shard of a chunk in the order of the batch's rows:
-    `d k + chunk` on device d with k chunks. The key does not depend on `residency` or `keep`.
+    `d k + chunk` on device d with k chunks. The key does not depend on `offload` or `keep`.
 
-    With residency "device", values derived from the parameters alone, such as casts, are computed once for all chunks
+    With offload "none", values derived from the parameters alone, such as casts, are computed once for all chunks
     if the encoder names them `DERIVED`: `jax.ad_checkpoint.checkpoint_name(kernel.astype(dtype), DERIVED)`.
 
     Examples:
@@ -71,7 +71,7 @@ def cached_value_and_grad(
       chunk_size: rows encoded at once, over all devices; or `{name: rows}`. A smaller last chunk is compiled
         separately.
       keep: number of chunks, or `{name: number}`, whose activations are stored instead of recomputed. If it is at least
-        the number of chunks, nothing is recomputed. With residency "device" every such chunk is compiled separately, so
+        the number of chunks, nothing is recomputed. With offload "none" every such chunk is compiled separately, so
         compile time grows with `keep`. One chunk of twice the size needs the memory of two and runs faster, but a
         larger `chunk_size` also enlarges the chunks that are recomputed.
       keep_names: names of checkpointed values (`checkpoint_name`) that all other chunks store, so that the second pass
@@ -81,8 +81,8 @@ def cached_value_and_grad(
       frozen: names of frozen encoders, which run once, with `stop_gradient` on their parameters. Precomputed features
         need no encoder: pass them as a batch entry that `loss_fn` reads.
       has_aux: whether `loss_fn` returns `(scalar, aux)`, as in `jax.value_and_grad`.
-      residency: memory that holds the batch. With "device" it is device memory, and the returned function is one
-        computation to be called under `jax.jit`. With "host" it is host memory: entries are NumPy arrays or `Replay`,
+      offload: where the batch is stored. With "none" it is in device memory, and the returned function is one program
+        to be called under `jax.jit`. With "host" it is in host memory: entries are NumPy arrays or `Replay`,
         each process passes its own rows, and at most three chunks are in device memory at a time. The returned function
         must not be jitted. It returns before the gradients are ready; do not modify the batch's arrays until they are.
         Each chunk with stored activations stores its own copy of values derived from the parameters, such as casts.
@@ -102,11 +102,11 @@ def cached_value_and_grad(
       ValueError: arguments do not match each other. When called: the batch does not match the encoders, or the rows or
         `chunk_size` are not divisible by the device count.
     """
-    check_choice("residency", residency, RESIDENCIES)
+    check_choice("offload", offload, OFFLOADS)
     cached = _cached_encoders(encoders, chunk_size, keep, keep_names, frozen)
     devices = Devices(sharding)
     loss = _with_aux(loss_fn, has_aux)
-    driver = HostDriver(cached, loss, devices) if residency == "host" else None
+    driver = HostDriver(cached, loss, devices) if offload == "host" else None
 
     def value_and_grad(
         params: Any, batch: Mapping[str, Any], rng: Array | None = None, frozen_params: Any = None
@@ -116,7 +116,7 @@ def cached_value_and_grad(
         if driver is not None:
             (value, aux), grads = driver(params, batch, rng, frozen_params)
         else:
-            _check_no_replay(batch, "with residency 'device'", batch)
+            _check_no_replay(batch, "with offload 'none'", batch)
             if sharding is None:
                 _warn_of_missing_sharding([batch[encoder.name] for encoder in cached])
             arguments = params, batch, rng, frozen_params

@@ -74,7 +74,7 @@ class HostDriver:
           ValueError: the call is traced.
         """
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-            raise ValueError('expected residency "host" to be called outside jit; it compiles its own functions')
+            raise ValueError('expected offload "host" to be called outside jit; it compiles its own functions')
         copies = self._copies(params)
         inputs = {name: self._put_whole(entry) for name, entry in batch.items() if name not in self._compiled}
         passes = {

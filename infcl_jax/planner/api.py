@@ -36,7 +36,7 @@ class Workload:
       optimizer: optimizer, for the sizes of its state and updates.
       batch_size: global batch size b.
       devices: number of devices n over which the batch is sharded. The train state is replicated, except with "fsdp".
-      cache: settings of gradient caching. With residency "device", device memory holds the current and the next batch.
+      cache: settings of gradient caching. With offload "none", device memory holds the current and the next batch.
         With "host" or "replay", it holds two chunks and the next one.
       implementation: implementation of the loss, one of `infcl_jax.ops.pairwise.lse.IMPLEMENTATIONS`.
       loss: training loss, one of `infcl_jax.training.LOSSES`.
@@ -143,10 +143,10 @@ class MemoryPlan:
       ema: moving averages of the parameters; one device's shard with "fsdp".
       samples: sample state of a global contrastive loss.
       teacher: parameters and features of the teacher.
-      gradients: gradients accumulated over chunks. With "fsdp" also the gathered parameters. With residency "host" or
+      gradients: gradients accumulated over chunks. With "fsdp" also the gathered parameters. With offload "host" or
         "replay" also the encoders' copy of the parameters and the gradients of the loss's own use of them.
       updates: optimizer updates, separate from the accumulated gradients.
-      batch: images and texts of the current batch; of two chunks with residency "host" or "replay".
+      batch: images and texts of the current batch; of two chunks with offload "host" or "replay".
       next_batch: images and texts of the next batch or chunk, whose transfer overlaps the computation.
       features: features of the batch in the model's feature dtype, and their gradients.
       stored: stored activations of the rows that are not recomputed, and stored residual streams of the others.
@@ -248,7 +248,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
         name: width * dtype.itemsize if name in workload.precomputed else encoder.row_bytes
         for name, encoder in encoders.items()
     }
-    on_device, teacher = cache.residency == "device", workload.teacher
+    on_device, teacher = cache.offload == "none", workload.teacher
     loss_rows = workload.batch_size * workload.passages
     return MemoryPlan(
         workload=workload,

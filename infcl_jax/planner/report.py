@@ -232,8 +232,8 @@ def _advice(plan: MemoryPlan) -> str:
         return f"set grad_cache.keep below {cache.keep}" if cache.keep else "set grad_cache.keep_residual to False"
     if largest == "transient" and cache.chunk_size > w.devices:
         return f"set grad_cache.chunk_size below {cache.chunk_size}"
-    if largest == "batch" and cache.residency == "device" and cache.chunk_size is not None:
-        return "set grad_cache.residency to host: only three chunks of the batch are then in device memory"
+    if largest == "batch" and cache.offload == "none" and cache.chunk_size is not None:
+        return "set grad_cache.offload to host: only three chunks of the batch are then in device memory"
     if largest == "loss" and TABLE[w.implementation].quadratic:
         return f"set implementation to xla or None: memory of {w.implementation} grows with the square of the batch"
     return f"set batch_size below {w.batch_size}, or use more devices"

@@ -129,15 +129,15 @@ def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
     """Choose the gradient caching that fits and recomputes least.
 
     No caching if the whole batch fits. Otherwise large chunks, with as many stored activations as fit. The batch moves
-    to host memory only if no chunks fit with its residency.
+    to host memory only if no chunks fit otherwise.
 
     Examples:
       >>> run = Workload(model=model, optimizer=optax.adamw(1e-3), batch_size=4096)
       >>> recommended_cache(run, memory_limit=2**27)
-      GradCacheConfig(chunk_size=2048, passage_chunk_size=None, keep=2, keep_residual=False, residency='device')
+      GradCacheConfig(chunk_size=2048, passage_chunk_size=None, keep=2, keep_residual=False, offload='none')
 
     Args:
-      workload: settings of the step. Of `cache` only the residency is considered.
+      workload: settings of the step. Of `cache` only the offload is considered.
       memory_limit: bytes that JAX may use on a device; plans use at most `SAFE_SHARE` of it.
 
     Raises:
@@ -146,12 +146,12 @@ def recommended_cache(workload: Workload, memory_limit: int) -> GradCacheConfig:
     limit = int(SAFE_SHARE * memory_limit)
     if plan_memory(dataclasses.replace(workload, cache=NO_CACHE), limit).fits:
         return NO_CACHE
-    for residency in dict.fromkeys((workload.cache.residency, "host")):
-        smallest = GradCacheConfig(chunk_size=workload.devices, residency=residency)
+    for offload in dict.fromkeys((workload.cache.offload, "host")):
+        smallest = GradCacheConfig(chunk_size=workload.devices, offload=offload)
         chunked = dataclasses.replace(workload, cache=smallest)
         if plan_memory(chunked, limit).fits:
             break
-    largest = largest_chunk_size(chunked, limit)  # raises if no residency fits
+    largest = largest_chunk_size(chunked, limit)  # raises if no offload fits
     # Smaller chunks need less transient memory, which leaves more for stored activations.
     sizes = [largest // divisor for divisor in (1, 2, 4) if not largest % (divisor * workload.devices)]
     candidates = [store_activations(chunked.with_cache(chunk_size=size), limit) for size in sizes]

@@ -243,7 +243,7 @@ def _reduce_time(workload: Workload, gradients: int, rates: Rates, gpus_per_host
 
 def _exposed_transfer(workload: Workload, rates: Rates, gpus_per_host: int, first: float, second: float) -> float:
     """Seconds in which the GPUs wait for a batch in host memory, which is transferred in each of the two passes."""
-    if workload.cache.residency == "device":
+    if workload.cache.offload == "none":
         return 0.0
     shapes = row_shapes(cast(Any, workload.model), 1)
     row_bytes = sum(

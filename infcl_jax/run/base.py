@@ -305,7 +305,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
     def next_batch(self, data: TrainIterator) -> dict[str, Any]:
         """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
         inputs = self.inputs(next(data))
-        if self.config.grad_cache.residency == "host":
+        if self.config.grad_cache.offload == "host":
             return inputs
         return jax.tree.map(
             lambda array: array if isinstance(array, jax.Array) else shard_batch(self.mesh, array), inputs

@@ -95,10 +95,10 @@ class Batches:
         """Return the fraction of time since the last call spent waiting, by metric.
 
         Prints advice if it is large, once for each limiting stage of the data pipeline. There is no measurement in the
-        first of the finished steps, and with residency "replay", where the step itself reads its batch.
+        first of the finished steps, and with offload "replay", where the step itself reads its batch.
         """
         waited, total = self.wait.take(steps)
-        if total == 0.0 or self.run.config.grad_cache.residency == "replay":
+        if total == 0.0 or self.run.config.grad_cache.offload == "replay":
             return {}
         stage = limiting_stage(self.data.stats(), self.data.parallelism.readers)
         if waited >= DATA_WAIT_SHOWN * total and total >= _ADVICE_SECONDS and stage not in self.advised:

@@ -135,7 +135,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
     def _device_decoders(self) -> dict[jax.Device, NvImageCodecDecoder] | None:
         """Create the decoder of each device of this process; None if the host decodes."""
         config = self.config
-        if choose_decoder(config.decode, config.grad_cache.residency) == "pillow":
+        if choose_decoder(config.decode, config.grad_cache.offload) == "pillow":
             return None
         with contextlib.suppress(BadRecordError):  # a bad record does not say how the others are encoded
             if not isinstance(self.source[0]["image"], bytes):
@@ -150,9 +150,9 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
             return None
 
     def next_batch(self, data: TrainIterator) -> dict[str, Any]:
-        """Return the batch of the next step, with residency "replay" to be read by the step itself."""
+        """Return the batch of the next step, with offload "replay" to be read by the step itself."""
         cache = self.config.grad_cache
-        if cache.residency == "replay":
+        if cache.offload == "replay":
             return replayed(data.next_reader(), cache.chunk_size, self.mesh, self.precomputed)
         return super().next_batch(data)
 
@@ -172,7 +172,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         None if the batch is not in device memory, or if it has more than images, texts, sample indices and ids.
         """
         config = self.config
-        if config.grad_cache.residency != "device" or self.precomputed or config.teacher is not None:
+        if config.grad_cache.offload != "none" or self.precomputed or config.teacher is not None:
             return None
         side, rows = self.model_config.vision.image_size, config.batch_size
         shapes: dict[str, tuple[Any, ...]] = {

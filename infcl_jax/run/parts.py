@@ -80,7 +80,7 @@ def training_data(
 
 
 def next_batch(config: AnyConfig, data: TrainIterator, mesh: Mesh) -> dict[str, Any]:
-    """Return the batch of the next step in the memory that `grad_cache.residency` names.
+    """Return the batch of the next step where `grad_cache.offload` stores it.
 
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")

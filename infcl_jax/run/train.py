@@ -239,7 +239,7 @@ class Training:
             position = data.get_state() | {"next_batch": position["next_batch"]}
         if position is not None:
             data.set_state(position)
-        if run.config.grad_cache.residency != "replay" and trains:
+        if run.config.grad_cache.offload != "replay" and trains:
             data.start_prefetch()  # the readers start during the rest of the preparation
         return data
 

@@ -94,8 +94,8 @@ def small_config(config: RunConfig, rows: int) -> RunConfig:
     }
     if config.grad_cache.chunk_size is not None:
         # Replayed chunks differ from those in host memory by their source alone, which is random data here.
-        residency = "device" if config.grad_cache.residency == "device" else "host"
-        chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "residency": residency}
+        offload = "none" if config.grad_cache.offload == "none" else "host"
+        chunk = {"chunk_size": rows // _CHUNKS, "keep": min(abs(config.grad_cache.keep), 1), "offload": offload}
         if config.grad_cache.passage_chunk_size is not None:
             chunk["passage_chunk_size"] = rows * run.passages // _PASSAGE_CHUNKS
         changes["grad_cache"] = chunk
@@ -160,7 +160,7 @@ class _Step:
         step = make_train_step(self.loss, run.config.seed, run.grad_cache, run.mesh, run.config.parameter_sharding)
         state = self._with_params(params)
         state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))
-        rows = shard_batch(run.mesh, host) if run.grad_cache.residency == "device" else host
+        rows = shard_batch(run.mesh, host) if run.grad_cache.offload == "none" else host
         state, metrics = step(state, rows)
         return metrics["loss"], merge(jax.tree.map(jnp.zeros_like, params), state.opt_state)
 

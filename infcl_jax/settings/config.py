@@ -20,6 +20,10 @@ from infcl_jax.settings.run_config import SETTINGS, RunConfig
 type AnyConfig = RunConfig | ConfigDict | Mapping[str, Any]  # what `make_config` takes
 
 
+# Settings of earlier versions, which settings files and runs still may have: new name, and values with a new name.
+_RENAMED = {"grad_cache.residency": ("grad_cache.offload", {"device": "none"})}
+
+
 class SettingsDict(ConfigDict):
     """Settings, or a group of them, that suggests names and takes integers such as 12.8e9."""
 
@@ -121,10 +125,13 @@ def make_config(changes: AnyConfig) -> RunConfig:
 
 
 def _dotted(config: AnyConfig) -> dict[str, Any]:
-    """Return values by dotted name, also of references."""
+    """Return values by dotted name, also of references and of renamed settings."""
     flat: dict[str, Any] = {}
     for name, value in (config if isinstance(config, Mapping) else config.to_dict()).items():
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+    for old in _RENAMED.keys() & flat.keys():
+        (name, values), value = _RENAMED[old], flat.pop(old)
+        flat[name] = values.get(value, value)
     return flat
 
 

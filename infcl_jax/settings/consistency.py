@@ -124,7 +124,7 @@ def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield guided and loss not in ("clip", "retrieval"), f"expected loss clip or retrieval with guide.model, got {loss}"
     yield guided and smoothing != 0, f"expected label_smoothing=0.0 with guide.model, got {smoothing}"
     yield guided and distilled, "expected guide.model or distill.teacher, got both; leave one out"
-    replays = config.grad_cache.residency == "replay"
+    replays = config.grad_cache.offload == "replay"
     needs = {"loss 'retrieval'": loss == "retrieval", f"{positives=}": by_id}
     if (teacher := config.teacher) is not None:
         needs[teacher.path_setting] = True
@@ -134,7 +134,7 @@ def _target_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
             "need images and texts, which are not read",
         )
     for name, needed in needs.items():
-        yield needed and replays, f"expected grad_cache.residency 'device' or 'host' with {name}, got 'replay'"
+        yield needed and replays, f"expected grad_cache.offload 'none' or 'host' with {name}, got 'replay'"
 
 
 def _tower_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:

@@ -16,6 +16,7 @@ _OTHER_NAMES = {
     "frozen": "freeze lock lock_image lock_text",
     "grad_cache.chunk_size": "accum_freq accum_steps accumulation_steps grad_accum gradient_accumulation_steps "
     "micro_batch_size",
+    "grad_cache.offload": "residency data_offload",
     "init.model": "pretrained init weights checkpoint ckpt",
     "log_every": "log_steps logging_steps log_freq log_every_n_steps",
     "loss": "loss_fn objective",

@@ -20,7 +20,7 @@ from infcl_jax.training.frozen import frozen_parameters as frozen_parameters
 from infcl_jax.training.frozen import parameter_groups as parameter_groups
 from infcl_jax.training.global_contrastive import GlobalContrastive as GlobalContrastive
 from infcl_jax.training.global_contrastive import GlobalContrastiveConfig as GlobalContrastiveConfig
-from infcl_jax.training.grad_cache import BATCH_RESIDENCIES as BATCH_RESIDENCIES
+from infcl_jax.training.grad_cache import BATCH_OFFLOADS as BATCH_OFFLOADS
 from infcl_jax.training.grad_cache import NO_CACHE as NO_CACHE
 from infcl_jax.training.grad_cache import GradCacheConfig as GradCacheConfig
 from infcl_jax.training.losses import LOSSES as LOSSES

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from infcl_jax.grad_cache import RESIDENCIES
+from infcl_jax.grad_cache import OFFLOADS
 from infcl_jax.models import RESIDUAL
 from infcl_jax.schema import Range, Section, setting
 
-BATCH_RESIDENCIES = (*RESIDENCIES, "replay")
+BATCH_OFFLOADS = (*OFFLOADS, "replay")
 KEEP_MOST = -1  # value of `keep`: the planner stores as many chunks as fit
 
 
@@ -17,11 +17,11 @@ class GradCacheConfig(Section, prefix="grad_cache."):
 
     `infcl_jax.cached_value_and_grad` describes the memory that `keep` costs. With `keep_residual` the other chunks
     store the residual streams of their transformers, from which the second pass recomputes the remaining activations.
-    The batch is stored in device memory ("device"), in host memory and copied chunk by chunk ("host"), or not at all
+    The batch is stored in device memory ("none"), in host memory and copied chunk by chunk ("host"), or not at all
     ("replay", see `replayed`).
 
     Examples:
-      >>> cache = GradCacheConfig(chunk_size=1024, keep=2, residency="host")
+      >>> cache = GradCacheConfig(chunk_size=1024, keep=2, offload="host")
 
     Raises:
       ValueError: a value is out of range, or has no effect without caching.
@@ -42,10 +42,11 @@ class GradCacheConfig(Section, prefix="grad_cache."):
     keep_residual: bool = setting(
         False, "store the residual streams of the other chunks; keep = -1 turns this on unless all chunks fit"
     )
-    residency: str = setting(
-        "device",
-        'memory that stores the batch; "replay": none, images are read again in the second pass',
-        BATCH_RESIDENCIES,
+    offload: str = setting(
+        "none",
+        'where the batch is stored; "none": on the devices; "host": in host memory; "replay": nowhere, images are read '
+        "again in the second pass",
+        BATCH_OFFLOADS,
     )
 
     def check(self) -> None:
@@ -104,7 +105,7 @@ class GradCacheConfig(Section, prefix="grad_cache."):
             "chunk_size": self.chunk_size,
             "keep": self.keep,
             "keep_names": (RESIDUAL,) if self.keep_residual else (),
-            "residency": "device" if self.residency == "device" else "host",
+            "offload": "none" if self.offload == "none" else "host",
         }
 
 

@@ -87,7 +87,7 @@ def make_train_step(
     Args:
       loss_fn: loss from `make_loss`.
       seed: seed of the dropout keys.
-      cache: gradient caching. Its residency decides the batch that the step takes. "device": arrays on the devices.
+      cache: gradient caching. Its offload decides the batch that the step takes. "none": arrays on the devices.
         "host": this process's rows as NumPy arrays, which must not change before the metrics are read. "replay": the
         result of `replayed`.
       mesh: mesh over all of whose axes the batch is sharded; None: one device.
@@ -97,18 +97,18 @@ def make_train_step(
 
     Raises:
       ValueError: `parameter_sharding` or `on_nonfinite` is unknown, or "fsdp" without a mesh, or the loss has sample
-        state and the residency is "replay".
+        state and the offload is "replay".
     """
     check_choice("parameter_sharding", parameter_sharding, PARAMETER_SHARDINGS)
     check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
     if mesh is None and parameter_sharding == "fsdp":
         raise ValueError("expected a mesh with parameter_sharding 'fsdp', got None")
-    if "index" in loss_fn.inputs and cache.residency == "replay":
-        raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.name}, got 'replay'")
-    if cache.residency == "replay" and set(TEACHER_INPUTS) & set(loss_fn.batch_inputs):
-        raise ValueError("expected residency 'device' or 'host' with a teacher, got 'replay'")
-    if loss_fn.targets.by_id and cache.residency == "replay":
-        raise ValueError(f"expected residency 'device' or 'host' with {loss_fn.targets}, got 'replay'")
+    if "index" in loss_fn.inputs and cache.offload == "replay":
+        raise ValueError(f"expected offload 'none' or 'host' with {loss_fn.name}, got 'replay'")
+    if cache.offload == "replay" and set(TEACHER_INPUTS) & set(loss_fn.batch_inputs):
+        raise ValueError("expected offload 'none' or 'host' with a teacher, got 'replay'")
+    if loss_fn.targets.by_id and cache.offload == "replay":
+        raise ValueError(f"expected offload 'none' or 'host' with {loss_fn.targets}, got 'replay'")
     gradients = _direct(loss_fn, mesh) if cache.chunk_size is None else _cached(loss_fn, cache, mesh)
 
     def dropout_key(step: jax.Array | int) -> jax.Array:
@@ -143,7 +143,7 @@ def make_train_step(
         (loss, aux), grads = gradients(gathered, batch, dropout_key(state.step))
         return finish(state, loss, aux, grads)
 
-    if cache.residency == "device":
+    if cache.offload == "none":
         return jax.jit(on_device, donate_argnums=0)
     # Gradient caching in host memory compiles its own functions, so the step as a whole is not compiled.
     compiled_key, compiled_finish = jax.jit(dropout_key), jax.jit(finish, donate_argnums=0)
@@ -238,7 +238,7 @@ def _cached(loss_fn: Loss, cache: GradCacheConfig, mesh: Mesh | None) -> Gradien
         cached = value_and_grad(state.apply_fn, names, state.frozen, state.frozen_towers)
         trained, fixed = partition(state.params, state.frozen)
         constants = state.variables | {"params": fixed}
-        if cache.residency != "device" and mesh is not None:
+        if cache.offload != "none" and mesh is not None:
             constants = jax.device_put(constants, NamedSharding(mesh, PartitionSpec()))  # gathered once, not by chunk
         (loss, aux), grads = cached(trained, pairs | loss_inputs(loss_fn, state, batch), key, constants)
         if updates_statistics(state.params, state.batch_stats, state.frozen):
@@ -283,7 +283,7 @@ def _new_statistics(apply_fn: Callable, frozen: frozenset[str], variables: Any, 
 
 def _statistics_images(image: Any, cache: GradCacheConfig, sharding: NamedSharding | None) -> Any:
     """Return `chunk_size` images on the devices, for the running statistics."""
-    if cache.residency == "device":
+    if cache.offload == "none":
         return jax.tree.map(lambda rows: rows[: cache.chunk_size], image)
     local_rows = cache.chunk_size // jax.process_count()
     rows = image.load(0) if isinstance(image, Replay) else jax.tree.map(lambda rows: rows[:local_rows], image)

@@ -44,7 +44,7 @@ def with_teacher(
 
     @functools.cache
     def encoder() -> Encode:  # at the first step: a finished run needs no variables on the devices
-        create = _device_encoder if cache.residency == "device" else _host_encoder
+        create = _device_encoder if cache.offload == "none" else _host_encoder
         return create(model, variables, mesh, cache)
 
     def with_features(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:

@@ -243,7 +243,7 @@ def test_the_search_by_steps(monkeypatch, tmp_path):
 def test_gradient_caching_trains_alike(tmp_path):
     changes = {"total_steps": 3, "towers": runs.OVERRIDES}
     direct = digits(32, **changes)
-    cached = digits(32, grad_cache__chunk_size=8, grad_cache__residency="host", **changes)
+    cached = digits(32, grad_cache__chunk_size=8, grad_cache__offload="host", **changes)
     records = measure_cells([direct, cached], tmp_path)
     losses = [records[one.key]["values"]["losses"] for one in (direct, cached)]
     assert len(losses[0]) == 3 and output.deviation(losses[1], losses[0]).max() <= 1e-5

@@ -118,8 +118,8 @@ def test_out_of_memory_ends_with_the_plan(monkeypatch, tmp_path, says, kind):
 
 
 def test_gradient_caching_follows_the_same_curve(tmp_path, finished):
-    """Use residency "replay"; tests of the step cover the others."""
-    cached = settings(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "replay"})
+    """Use offload "replay"; tests of the step cover the others."""
+    cached = settings(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.offload": "replay"})
     command(TRAIN, tmp_path, *runs.flags(cached))
     for got, expected in zip(history(tmp_path), history(finished), strict=True):
         assert_close(got, expected)
@@ -431,17 +431,17 @@ def test_a_skipped_step_is_counted_and_the_run_goes_on(recorder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("waited", "total", "residency", "fraction", "advised"),
+    ("waited", "total", "offload", "fraction", "advised"),
     [
-        (1.2, 10.0, "device", 0.12, True),
+        (1.2, 10.0, "none", 0.12, True),
         (0.4, 10.0, "host", 0.04, False),
-        (0.5, 0.9, "device", 0.5 / 0.9, False),  # a short run
-        (0.0, 0.0, "device", None, False),
+        (0.5, 0.9, "none", 0.5 / 0.9, False),  # a short run
+        (0.0, 0.0, "none", None, False),
         (1.2, 10.0, "replay", None, False),
     ],
 )
-def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, residency, fraction, advised):
-    config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.residency": residency})
+def test_a_wait_for_data_is_returned_and_explained_once(capsys, waited, total, offload, fraction, advised):
+    config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.offload": offload})
     waiting = Batches(parts(config), Data(), SimpleNamespace(take=lambda steps: (waited, total)), None)
     expected = {} if fraction is None else {"data/wait_fraction": fraction}
     assert [waiting.waits(steps) for steps in (1, 2)] == [expected] * 2

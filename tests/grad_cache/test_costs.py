@@ -16,8 +16,8 @@ from infcl_jax import Replay
 from infcl_jax.grad_cache import DERIVED
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_keeping_everything_encodes_once(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_keeping_everything_encodes_once(offload):
     """Count encodings per chunk as they run."""
     calls = []
 
@@ -28,15 +28,15 @@ def test_keeping_everything_encodes_once(residency):
     counts = []
     for keep in (0, 2, 4):
         calls.clear()
-        f = cached({"image": counted}, lambda p, f: f["image"].sum(), residency, chunk_size=8, keep=keep)
+        f = cached({"image": counted}, lambda p, f: f["image"].sum(), offload, chunk_size=8, keep=keep)
         jax.block_until_ready(f(mlp_params(), mlp_batch(32)))
         jax.effects_barrier()
         counts.append(len(calls))
     assert counts == [8, 6, 4]
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_what_is_kept_by_name_is_computed_once(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_what_is_kept_by_name_is_computed_once(offload):
     """Four chunks; one stores all activations."""
     calls = []
 
@@ -51,7 +51,7 @@ def test_what_is_kept_by_name_is_computed_once(residency):
     counts = []
     for names in ((), ("seen",)):
         calls.clear()
-        f = cached({"e": encode}, lambda p, f: (f["e"] ** 2).sum(), residency, chunk_size=8, keep=1, keep_names=names)
+        f = cached({"e": encode}, lambda p, f: (f["e"] ** 2).sum(), offload, chunk_size=8, keep=1, keep_names=names)
         jax.block_until_ready(f(jnp.float32(2), {"e": np.ones((32, 4), np.float32)}))
         counts.append(len(calls))
     assert counts == [7, 4]
@@ -60,7 +60,7 @@ def test_what_is_kept_by_name_is_computed_once(residency):
 def test_rows_stay_on_their_devices():
     """Communication is one gradient reduction after the loops, plus the loss's own."""
     sharding = batch_sharding(4)
-    params, batch = place(mlp_params(), mlp_batch(32), "device", sharding)
+    params, batch = place(mlp_params(), mlp_batch(32), "none", sharding)
 
     def compiled(loss):
         return cached(SEPARATE, loss, chunk_size=8, sharding=sharding).lower(params, batch, RNG).compile().as_text()

@@ -46,12 +46,12 @@ def mlp_direct(towers, rows, chunk_size, devices):
 
 
 @pytest.mark.parametrize(("towers", "rows"), [("separate", 44), ("tied", 32)])
-@pytest.mark.parametrize(("residency", "devices"), [("device", 1), ("device", 4), ("host", 1), ("host", 4)])
-def test_equals_the_direct_gradient(residency, devices, towers, rows):
+@pytest.mark.parametrize(("offload", "devices"), [("none", 1), ("none", 4), ("host", 1), ("host", 4)])
+def test_equals_the_direct_gradient(offload, devices, towers, rows):
     sharding = batch_sharding(devices)
     loss = functools.partial(contrastive, mesh=None if sharding is None else sharding.mesh)
-    f = cached(TOWERS[towers], loss, residency, chunk_size=16, sharding=sharding)
-    got = f(*place(mlp_params(), mlp_batch(rows), residency, sharding), RNG)
+    f = cached(TOWERS[towers], loss, offload, chunk_size=16, sharding=sharding)
+    got = f(*place(mlp_params(), mlp_batch(rows), offload, sharding), RNG)
     assert_equal(got, mlp_direct(towers, rows, 16, devices))
 
 
@@ -83,13 +83,13 @@ def clip_direct():
     return direct(encoders, loss, 4, 2)(params, batch, RNG)
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_clip_with_dropout_and_patch_dropout(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_clip_with_dropout_and_patch_dropout(offload):
     """On two devices, two chunks of two rows each."""
     encoders, loss, params, batch = clip_case()
     sharding = batch_sharding(2)
-    f = cached(encoders, loss, residency, chunk_size=4, sharding=sharding)
-    assert_equal(f(*place(params, batch, residency, sharding), RNG), clip_direct())
+    f = cached(encoders, loss, offload, chunk_size=4, sharding=sharding)
+    assert_equal(f(*place(params, batch, offload, sharding), RNG), clip_direct())
 
 
 KEPT = {
@@ -100,23 +100,23 @@ KEPT = {
 
 
 @functools.cache
-def mlp_cached(residency, devices, kept=None):
+def mlp_cached(offload, devices, kept=None):
     sharding = batch_sharding(devices)
     options = {} if kept is None else KEPT[kept]
-    f = cached(SEPARATE, contrastive, residency, chunk_size=8, sharding=sharding, **options)
-    return f(*place(mlp_params(), mlp_batch(28), residency, sharding), RNG)
+    f = cached(SEPARATE, contrastive, offload, chunk_size=8, sharding=sharding, **options)
+    return f(*place(mlp_params(), mlp_batch(28), offload, sharding), RNG)
 
 
 @pytest.mark.parametrize(
-    ("residency", "devices", "kept"),
-    [*(("device", 4, kept) for kept in KEPT), ("host", 1, "chunks"), ("host", 4, "names"), ("host", 4, "both")],
+    ("offload", "devices", "kept"),
+    [*(("none", 4, kept) for kept in KEPT), ("host", 1, "chunks"), ("host", 4, "names"), ("host", 4, "both")],
 )
-def test_kept_activations_change_nothing(residency, devices, kept):
+def test_kept_activations_change_nothing(offload, devices, kept):
     """Full chunks and a smaller last one."""
-    assert_equal(mlp_cached(residency, devices), mlp_cached(residency, devices, kept), 1e-6)
+    assert_equal(mlp_cached(offload, devices), mlp_cached(offload, devices, kept), 1e-6)
 
 
-def test_residencies_of_one_batch_agree_with_replay():
+def test_offloads_of_one_batch_agree_with_replay():
     """A loader that is read twice, in chunks of two sizes, on four devices."""
     params, batch, sharding = mlp_params(), mlp_batch(44), batch_sharding(4)
     sizes, loads = {"image": 16, "text": 24}, []
@@ -130,22 +130,20 @@ def test_residencies_of_one_batch_agree_with_replay():
 
     options = {"chunk_size": sizes, "keep": {"image": 1, "text": 2}, "sharding": sharding}
     replayed = cached(SEPARATE, contrastive, "host", **options)(params, {name: replay(name) for name in batch}, RNG)
-    assert_equal(
-        replayed, cached(SEPARATE, contrastive, **options)(*place(params, batch, "device", sharding), RNG), 1e-6
-    )
+    assert_equal(replayed, cached(SEPARATE, contrastive, **options)(*place(params, batch, "none", sharding), RNG), 1e-6)
     assert loads == [("image", 0), ("image", 1), ("image", 2), ("text", 0), ("text", 1), ("image", 1), ("image", 2)]
 
 
 @pytest.mark.parametrize(
-    ("residency", "spec", "kind"),
+    ("offload", "spec", "kind"),
     [
-        ("device", "data", AxisType.Auto),
+        ("none", "data", AxisType.Auto),
         ("host", "data", AxisType.Auto),
         ("host", ("host", "data"), AxisType.Auto),
-        ("device", ("host", "data"), AxisType.Explicit),
+        ("none", ("host", "data"), AxisType.Explicit),
     ],
 )
-def test_mesh_of_two_axes(residency, spec, kind):
+def test_mesh_of_two_axes(offload, spec, kind):
     """The batch is sharded over both, or over one and copied along the other."""
     mesh = jax.make_mesh((2, 2), ("host", "data"), axis_types=(kind, kind))
     sharding = NamedSharding(mesh, P(spec))
@@ -153,13 +151,13 @@ def test_mesh_of_two_axes(residency, spec, kind):
     def loss(params, features):
         return clip_loss(features["image"], features["text"], jnp.exp(params["log_scale"]), mesh=mesh, axis_name=spec)
 
-    f = cached(SEPARATE, loss, residency, chunk_size=16, sharding=sharding)
-    got = f(*place(mlp_params(), mlp_batch(32), residency, sharding), RNG)
+    f = cached(SEPARATE, loss, offload, chunk_size=16, sharding=sharding)
+    got = f(*place(mlp_params(), mlp_batch(32), offload, sharding), RNG)
     assert_equal(got, mlp_direct("separate", 32, 16, 2 if spec == "data" else 4))
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_pytrees_auxiliary_output_and_entries_without_encoder(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_pytrees_auxiliary_output_and_entries_without_encoder(offload):
     def encode(params, chunk, rng):
         features = params["w"] * jnp.where(chunk["mask"], chunk["x"], jnp.zeros_like(chunk["x"]))
         return {"first": features, "square": (features**2)[:, None]}
@@ -170,7 +168,7 @@ def test_pytrees_auxiliary_output_and_entries_without_encoder(residency):
 
     rng = np.random.default_rng(0)
     x, mask, weight = rng.normal(size=10).astype(np.float32), rng.random(10) < 0.5, np.arange(10, dtype=np.float32)
-    f = cached({"e": encode}, loss, residency, chunk_size=4, has_aux=True)
+    f = cached({"e": encode}, loss, offload, chunk_size=4, has_aux=True)
     (value, aux), grads = f({"w": jnp.float32(2.0)}, {"e": {"x": x, "mask": mask}, "weight": weight})
     masked = x * mask
     np.testing.assert_allclose(aux, 2 * masked, rtol=1e-6)
@@ -179,18 +177,18 @@ def test_pytrees_auxiliary_output_and_entries_without_encoder(residency):
 
 
 @pytest.mark.parametrize("keep", [0, 1000])
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_gradients_of_bf16_parameters_are_summed_in_fp32(residency, keep):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_gradients_of_bf16_parameters_are_summed_in_fp32(offload, keep):
     """In bf16, 512 + 2 is 512."""
-    f = cached({"e": lambda p, x, _: p * x}, lambda p, f: f["e"].sum(), residency, chunk_size=2, keep=keep)
+    f = cached({"e": lambda p, x, _: p * x}, lambda p, f: f["e"].sum(), offload, chunk_size=2, keep=keep)
     rows = np.ones(82, jnp.bfloat16)
     rows[0] = 512
     grad = f(jnp.bfloat16(1), {"e": rows})[1]
     assert grad.dtype == jnp.bfloat16 and grad == 592  # 593, rounded
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_frozen_tower(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_frozen_tower(offload):
     """As stop_gradient; the chunks of the frozen tower are read and encoded once."""
     params, batch, calls = mlp_params(), mlp_batch(32), []
 
@@ -198,7 +196,7 @@ def test_frozen_tower(residency):
         jax.debug.callback(lambda _: calls.append(None), chunk[0, 0])
         return image_tower(params, chunk, rng)
 
-    f = cached({"image": counted, "text": text_tower}, contrastive, residency, chunk_size=8, frozen=("image",))
+    f = cached({"image": counted, "text": text_tower}, contrastive, offload, chunk_size=8, frozen=("image",))
     got = jax.block_until_ready(f(params, batch, RNG))
     jax.effects_barrier()
     assert len(calls) == 4
@@ -210,8 +208,8 @@ def test_frozen_tower(residency):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_frozen_teacher_in_a_second_loss(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_frozen_teacher_in_a_second_loss(offload):
     """Texts and a teacher's features have equal shapes; the teacher's are constant."""
     sharding, params, batch = batch_sharding(2), mlp_params(), mlp_batch(40)
     batch["teacher"] = batch["text"][::-1]
@@ -222,13 +220,13 @@ def test_frozen_teacher_in_a_second_loss(residency):
         return contrastive(params, features, mesh) + contrastive(params, distilled, mesh)
 
     sharded_loss = functools.partial(loss, mesh=sharding.mesh)
-    f = cached(towers, sharded_loss, residency, chunk_size=8, frozen=("teacher",), sharding=sharding)
-    got = f(*place(params, batch, residency, sharding))
+    f = cached(towers, sharded_loss, offload, chunk_size=8, frozen=("teacher",), sharding=sharding)
+    got = f(*place(params, batch, offload, sharding))
     assert_equal(got, direct(towers, loss, 8, 2)(params, batch, None))
 
 
-@pytest.mark.parametrize(("residency", "devices"), [("device", 2), ("host", 1)])
-def test_frozen_parameters(residency, devices):
+@pytest.mark.parametrize(("offload", "devices"), [("none", 2), ("host", 1)])
+def test_frozen_parameters(offload, devices):
     """The first layer of the image tower is frozen; the other gradients stay the same."""
     whole, batch, sharding = mlp_params(), mlp_batch(32), batch_sharding(devices)
     trained = {**whole, "image": {"out": whole["image"]["out"]}}
@@ -239,8 +237,8 @@ def test_frozen_parameters(residency, devices):
 
     encoders = {name: lambda v, *args, f=encode: f(joined(v), *args) for name, encode in SEPARATE.items()}
     loss = functools.partial(contrastive, mesh=None if sharding is None else sharding.mesh)
-    f = cached(encoders, lambda v, f: loss(joined(v), f), residency, chunk_size=8, keep=1, sharding=sharding)
-    placed, rows = place(trained, batch, residency, sharding)
+    f = cached(encoders, lambda v, f: loss(joined(v), f), offload, chunk_size=8, keep=1, sharding=sharding)
+    placed, rows = place(trained, batch, offload, sharding)
     value, grads = f(placed, rows, RNG, {"in": whole["image"]["in"]})
     expected_value, expected = direct(SEPARATE, contrastive, 8, devices)(whole, batch, RNG)
     assert value == pytest.approx(float(expected_value), rel=1e-6)
@@ -248,11 +246,11 @@ def test_frozen_parameters(residency, devices):
     assert_equal(grads, expected)
 
 
-@pytest.mark.parametrize("residency", ["device", "host"])
-def test_features_computed_beforehand(residency):
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_features_computed_beforehand(offload):
     params, batch = mlp_params(), mlp_batch(32)
     batch["image"] = np.asarray(image_tower(params, batch["image"], None))
-    got = cached({"text": text_tower}, contrastive, residency, chunk_size=8)(params, batch)
+    got = cached({"text": text_tower}, contrastive, offload, chunk_size=8)(params, batch)
     expected = direct({"text": text_tower}, contrastive, 8)(params, batch, None)
     assert_equal(got[1]["text"], expected[1]["text"])
     assert got[0] == pytest.approx(float(expected[0]), rel=1e-6)

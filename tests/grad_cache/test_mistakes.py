@@ -29,7 +29,7 @@ MLP = {"encoders": SEPARATE, "loss_fn": contrastive, "chunk_size": 8}
         ({"frozen": ("audio",)}, r"frozen to name encoders .* got \['audio'\]"),
         ({"frozen": "image"}, "frozen to be a collection of names, got 'image'"),
         ({"keep_names": "hidden"}, "keep_names to be a collection of names, got 'hidden'"),
-        ({"residency": "disk"}, r"residency to be one of \('device', 'host'\), got 'disk'"),
+        ({"offload": "disk"}, r"offload to be one of \('none', 'host'\), got 'disk'"),
         ({"sharding": P("data")}, "sharding to be a NamedSharding of the leading axis alone"),
         (
             {"sharding": NamedSharding(Mesh(np.array(jax.devices()[:1]), "d"), P(None))},
@@ -49,9 +49,9 @@ def test_options_that_do_not_fit(options, message):
         ({}, {"batch": {"image": [np.zeros((8, 8)), np.zeros((7, 8))]}}, "common leading axis in batch entry 'image'"),
         ({}, {"batch": {"image": np.float32(0)}}, r"leading axis in batch entry 'image', got shapes \[\(\)\]"),
         ({}, {"batch": {"image": np.zeros((0, 8))}}, "rows of image that 1 devices can share evenly, got 0"),
-        ({}, {"batch": {"image": Replay(8, None)}}, r"with residency 'device', got Replay for \['image'\]"),
-        ({"residency": "host"}, {"batch": {"mask": Replay(8, None)}}, r"without an encoder, got Replay for \['mask'\]"),
-        ({"residency": "host"}, {"batch": {"image": Replay(16, lambda _: np.zeros((3, 8)))}}, r"8 rows from load\(0\)"),
+        ({}, {"batch": {"image": Replay(8, None)}}, r"with offload 'none', got Replay for \['image'\]"),
+        ({"offload": "host"}, {"batch": {"mask": Replay(8, None)}}, r"without an encoder, got Replay for \['mask'\]"),
+        ({"offload": "host"}, {"batch": {"image": Replay(16, lambda _: np.zeros((3, 8)))}}, r"8 rows from load\(0\)"),
         (
             {"sharding": 4},
             {"batch": {"image": np.zeros((6, 8))}},
@@ -85,7 +85,7 @@ def test_a_batch_on_several_devices_without_sharding_gives_a_warning(compiled):
 
 
 def test_host_form_cannot_be_traced():
-    f = cached_value_and_grad(**MLP, residency="host")
+    f = cached_value_and_grad(**MLP, offload="host")
     with pytest.raises(ValueError, match="outside jit"):
         jax.jit(lambda params: f(params, mlp_batch(16)))(mlp_params())
 

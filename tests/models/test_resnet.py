@@ -109,7 +109,7 @@ def step(devices, **cache):
     state = create_state(Encoder(), optax.sgd(1e-2), runs.SIDE, runs.CONTEXT, 0, mesh)
     take = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(**cache), mesh)
     batch = runs.batch(16)
-    state, metrics = take(state, batch if cache.get("residency") == "host" else shard_batch(mesh, batch))
+    state, metrics = take(state, batch if cache.get("offload") == "host" else shard_batch(mesh, batch))
     return jax.device_get((metrics["loss"], state.params, state.batch_stats))
 
 
@@ -132,7 +132,7 @@ def test_training_normalizes_by_the_global_batch():
 
 def test_with_gradient_caching_the_statistics_are_those_of_the_first_chunk():
     device = step(1, chunk_size=8)
-    assert_close(step(1, chunk_size=8, residency="host"), device)
+    assert_close(step(1, chunk_size=8, offload="host"), device)
     assert_close(device[2], moved(runs.batch(16)["image"][:8]))
     assert abs(device[0] - step(1)[0]) > 1e-4  # statistics per chunk are another function
 

@@ -76,9 +76,9 @@ def test_batch_and_features_are_linear_in_the_batch(chunk_size):
     assert (large.batch, large.features) == (4 * small.batch, 4 * small.features)
 
 
-@pytest.mark.parametrize("residency", ["host", "replay"])
-def test_off_the_devices_three_chunks_are_there(residency):
-    plan = plan_memory(runs.workload(batch_size=1024, chunk_size=32, residency=residency))
+@pytest.mark.parametrize("offload", ["host", "replay"])
+def test_off_the_devices_three_chunks_are_there(offload):
+    plan = plan_memory(runs.workload(batch_size=1024, chunk_size=32, offload=offload))
     assert plan.batch + plan.next_batch == nbytes(runs.batch(96))
     assert plan.gradients > plan_memory(runs.workload(batch_size=1024, chunk_size=32)).gradients
 
@@ -225,7 +225,7 @@ MISTAKES = {
         {"keep_residual": True},
         "expected grad_cache.chunk_size with keep_residual=True",
     ),
-    "residency": ({"residency": "disk"}, "residency to be one of .*replay.*'disk'"),
+    "offload": ({"offload": "disk"}, "offload to be one of .*replay.*'disk'"),
     "siglip": ({"loss": "siglip", "implementation": "dense"}, "siglip loss to be one of .*'dense'"),
 }
 
@@ -254,16 +254,16 @@ ADVICE = {
             "batch_size": 1 << 14,
             "chunk_size": 8,
             "keep_residual": True,
-            "residency": "host",
+            "offload": "host",
         },
         "set grad_cache.keep_residual to False",
     ),
     "batch on the device": (
         {"model": create_model("tiny"), "batch_size": 1 << 16, "chunk_size": 8},
-        "set grad_cache.residency to host",
+        "set grad_cache.offload to host",
     ),
     "all pairs": ({"batch_size": 1 << 16, "chunk_size": 8, "implementation": "dense"}, "set implementation to xla"),
-    "features": ({"batch_size": 1 << 20, "chunk_size": 1, "residency": "host"}, "set batch_size below 1048576"),
+    "features": ({"batch_size": 1 << 20, "chunk_size": 1, "offload": "host"}, "set batch_size below 1048576"),
 }
 
 
@@ -283,10 +283,10 @@ def test_other_errors_stay_what_they_are(error):
 
 
 def test_a_configuration_is_planned_as_it_would_run():
-    config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.residency": "host"})
+    config = runs.config(**{"grad_cache.chunk_size": 16, "grad_cache.keep": 1, "grad_cache.offload": "host"})
     planned = run.workload(config, 8)
     assert (planned.batch_size, planned.devices) == (32, 8)
-    assert planned.cache == GradCacheConfig(chunk_size=16, keep=1, residency="host")
+    assert planned.cache == GradCacheConfig(chunk_size=16, keep=1, offload="host")
     assert (
         planned.implementation == "xla" and run.workload(config, 8, implementation="triton").implementation == "triton"
     )

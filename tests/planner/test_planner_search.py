@@ -18,7 +18,7 @@ from infcl_jax.planner import (
 from infcl_jax.training import NO_CACHE
 
 MIB = 1 << 20
-SEARCHES = [{}, {"devices": 4}, {"devices": 2, "chunk_size": 48}, {"chunk_size": 64, "residency": "host"}]
+SEARCHES = [{}, {"devices": 4}, {"devices": 2, "chunk_size": 48}, {"chunk_size": 64, "offload": "host"}]
 
 
 @pytest.mark.parametrize(("settings", "memory"), list(zip(SEARCHES, [24 * MIB, 150 * MIB] * 2, strict=True)))
@@ -30,7 +30,7 @@ def test_the_largest_batch_fits_and_one_step_more_does_not(settings, memory):
     assert not plan_memory(dataclasses.replace(run, batch_size=found + step), memory).fits
 
 
-@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"residency": "replay", "chunk_size": 1, "keep": 1}])
+@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"offload": "replay", "chunk_size": 1, "keep": 1}])
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_the_largest_chunk_size_fits_and_twice_that_does_not(settings, share):
     """In a share of the memory that one chunk of all rows would need."""
@@ -47,7 +47,7 @@ def test_a_chunk_never_exceeds_the_batch(batch, devices, expected):
     assert largest_chunk_size(runs.workload(batch_size=batch, devices=devices), 1 << 40) == expected
 
 
-@pytest.mark.parametrize("settings", [{"chunk_size": 24}, {"chunk_size": 48, "devices": 2, "residency": "host"}])
+@pytest.mark.parametrize("settings", [{"chunk_size": 24}, {"chunk_size": 48, "devices": 2, "offload": "host"}])
 @pytest.mark.parametrize(("share", "expected"), [(0.5, "none"), (1.2, "some"), (1e6, "all")])
 def test_the_most_chunks_kept_fit_and_one_more_does_not(settings, share, expected):
     run = runs.workload(**(settings | {"batch_size": 4096}))
@@ -73,7 +73,7 @@ def test_residual_streams_are_kept_before_chunks_unless_all_fits(beside, expecte
     assert kept.cache.keep == largest_keep(kept, memory)
 
 
-@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"chunk_size": 64, "residency": "replay"}])
+@pytest.mark.parametrize("settings", [{}, {"devices": 4}, {"chunk_size": 64, "offload": "replay"}])
 @pytest.mark.parametrize("share", [0.1, 0.5, 2])
 def test_the_recommended_settings_fit_and_recompute_no_more_than_larger_chunks(settings, share):
     """In a share of the memory of the step without caching."""
@@ -84,7 +84,7 @@ def test_the_recommended_settings_fit_and_recompute_no_more_than_larger_chunks(s
     assert plan_memory(found, int(0.95 * memory)).fits
     assert (cache == NO_CACHE) == (share == 2)
     if share < 2:
-        assert cache.residency == run.cache.residency
+        assert cache.offload == run.cache.offload
         largest = largest_chunk_size(run.with_cache(chunk_size=64, keep=0), int(0.95 * memory))
         stored = store_activations(run.with_cache(chunk_size=largest), int(0.95 * memory))
         assert found.stored_rows >= stored.stored_rows or cache.keep_residual
@@ -92,9 +92,9 @@ def test_the_recommended_settings_fit_and_recompute_no_more_than_larger_chunks(s
 
 def test_the_batch_leaves_the_device_only_if_nothing_fits_otherwise():
     run = runs.workload(batch_size=1 << 16)
-    chunks, host = (plan_memory(run.with_cache(chunk_size=1, residency=kind)).peak for kind in ("device", "host"))
-    assert recommended_cache(run, int(1.5 * chunks)).residency == "device"
-    assert recommended_cache(run, (chunks + host) // 2).residency == "host"
+    chunks, host = (plan_memory(run.with_cache(chunk_size=1, offload=kind)).peak for kind in ("none", "host"))
+    assert recommended_cache(run, int(1.5 * chunks)).offload == "none"
+    assert recommended_cache(run, (chunks + host) // 2).offload == "host"
 
 
 def test_chunks_are_kept_of_chunks():

@@ -18,13 +18,13 @@ ARCHIVE = (runs.ROOT / "docs" / "archive" / "measurements.md").read_text()
 
 
 def step(name, batch, devices=1, **changes):
-    cache = {key: changes.pop(key) for key in ("chunk_size", "keep", "keep_residual", "residency") if key in changes}
+    cache = {key: changes.pop(key) for key in ("chunk_size", "keep", "keep_residual", "offload") if key in changes}
     fixed = {"model": model_config(name, dtype="bfloat16"), "optimizer": ADAMW, "implementation": "mosaic_gpu"}
     return runs.Workload(**(fixed | changes), batch_size=batch, devices=devices, cache=GradCacheConfig(**cache))
 
 
 B, RESIDUAL = "ViT-B/32", {"keep_residual": True}
-REPLAY, HOST = {"residency": "replay"}, {"chunk_size": 1024, "residency": "host"}
+REPLAY, HOST = {"offload": "replay"}, {"chunk_size": 1024, "offload": "host"}
 # Settings and milliseconds of the tables "How does a step compare with OpenCLIP?", "Which JAX is faster on Hopper
 # GPUs?", "What does gradient caching cost?", "Does the step's memory grow with a batch in host memory?", "How large can
 # a batch be?" and "How fast is a step on files?", and of Inf-CL's Table S1.

@@ -40,7 +40,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(image_text, "open_decoders", open_decoders)
     monkeypatch.setattr(
-        image_text, "choose_decoder", lambda decode, residency: "pillow" if decode == "pillow" else "nvimgcodec"
+        image_text, "choose_decoder", lambda decode, offload: "pillow" if decode == "pillow" else "nvimgcodec"
     )
     return opened
 
@@ -144,20 +144,20 @@ COLORS = {
 
 
 @pytest.mark.parametrize(
-    "decode,residency", [("pillow", "device"), ("auto", "device"), ("pillow", "host"), ("pillow", "replay")]
+    "decode,offload", [("pillow", "none"), ("auto", "none"), ("pillow", "host"), ("pillow", "replay")]
 )
-def test_steps_get_images_with_colors(photographs, gpu, decode, residency):
-    cache = {"grad_cache.residency": residency, "grad_cache.chunk_size": 8}
+def test_steps_get_images_with_colors(photographs, gpu, decode, offload):
+    cache = {"grad_cache.offload": offload, "grad_cache.chunk_size": 8}
     mesh = oracle.mesh_of(4)
     (plain,) = first_batches(photographs(), mesh, 1)
     config = photographs(decode=decode, **cache, **COLORS)
     data = run.training_data(config, run.training_source(config), mesh=mesh)
     image = run.next_batch(config, data, mesh)["image"]
-    if residency == "replay":
+    if offload == "replay":
         image = jax.tree.map(lambda *chunks: np.concatenate(chunks), *map(image.load, range(4)))
         rows = np.concatenate([chunk_rows(number, 32, 8, 4) for number in range(4)])
         image = jax.tree.map(lambda array: array[np.argsort(rows)], image)
     data.close()
     assert isinstance(image, ColorBatch) and image.color.shape == (32, 7)
     np.testing.assert_array_equal(image.pixels, plain["image"])
-    assert residency != "device" or image.color.sharding == image.pixels.sharding == plain["image"].sharding
+    assert offload != "none" or image.color.sharding == image.pixels.sharding == plain["image"].sharding

@@ -50,8 +50,8 @@ def losses(config, workdir, devices):
         ("image", 1, {}),
         ("text", 8, {}),
         ("image", 8, CHUNKS),
-        pytest.param("text", 1, CHUNKS | {"grad_cache.residency": "host"}, marks=pytest.mark.full),
-        pytest.param("image", 1, CHUNKS | {"grad_cache.residency": "replay"}, marks=pytest.mark.full),
+        pytest.param("text", 1, CHUNKS | {"grad_cache.offload": "host"}, marks=pytest.mark.full),
+        pytest.param("image", 1, CHUNKS | {"grad_cache.offload": "replay"}, marks=pytest.mark.full),
     ],
     ids=str,
 )

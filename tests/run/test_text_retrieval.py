@@ -260,7 +260,7 @@ def test_a_run_evaluates_and_resumes(folder, tmp_path):
         ({"text_retrieval.questions": None}, "together"),
         ({"frozen": ("text",)}, "expected frozen"),
         ({"export": True}, "expected export"),
-        ({"grad_cache.chunk_size": 4, "grad_cache.residency": "replay"}, "residency"),
+        ({"grad_cache.chunk_size": 4, "grad_cache.offload": "replay"}, "offload"),
         ({"grad_cache.passage_chunk_size": 4}, "expected grad_cache.chunk_size"),
     ],
 )

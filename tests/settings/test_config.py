@@ -8,8 +8,10 @@ import pytest
 import runs
 
 from configs import quickstart
+from infcl_jax import run
 from infcl_jax.settings import (
     SETTINGS,
+    closest_setting,
     default_config,
     flattened,
     keep_recorded,
@@ -18,6 +20,7 @@ from infcl_jax.settings import (
     with_changes,
 )
 from infcl_jax.settings.names import _OTHER_NAMES
+from infcl_jax.training import save_config
 
 CHANGES = {"batch_size": 64, "optimizer": {"learning_rate": 1, "name": "lamb"}, "augmentation.scale": [0.5, 1.0]}
 
@@ -97,6 +100,15 @@ def test_a_wrong_name_in_a_configuration_has_a_suggestion():
 def test_other_names_mean_settings():
     assert _OTHER_NAMES.keys() <= SETTINGS.keys()
     assert not {name for names in _OTHER_NAMES.values() for name in names.split()} & SETTINGS.keys()
+
+
+@pytest.mark.parametrize(("old", "new"), [("device", "none"), ("host", "host")])
+def test_a_renamed_setting_keeps_loading(old, new, tmp_path):
+    settings = {"grad_cache": {"chunk_size": 16, "residency": old}}
+    assert make_config(settings).grad_cache.offload == new
+    save_config(tmp_path, settings)
+    assert run.saved_config(tmp_path).grad_cache.offload == new
+    assert closest_setting("grad_cache.residency") == "grad_cache.offload"
 
 
 def test_a_run_from_before_keeps_its_limit_of_the_scale_and_its_weight_decay():

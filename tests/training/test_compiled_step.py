@@ -92,7 +92,7 @@ def test_a_batch_of_other_shapes_is_compiled_as_usual():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"grad_cache.chunk_size": 16, "grad_cache.residency": "host"},
+        {"grad_cache.chunk_size": 16, "grad_cache.offload": "host"},
         {"distill.teacher": "unread"},
         {"guide.model": "unread"},
     ],

@@ -55,7 +55,7 @@ def captured(config, teacher, mesh, tmp_path):
     [
         (1, {}),
         (4, CHUNKS | {"batch_size": 40}),  # chunks of 16, 16 and 8 pairs
-        (2, CHUNKS | {"grad_cache.residency": "host"}),
+        (2, CHUNKS | {"grad_cache.offload": "host"}),
         (2, {"distill.cache": "workdir"}),
     ],
     ids=str,
@@ -120,7 +120,7 @@ def test_a_run_has_the_metric(workdir, tmp_path, cache):
     [
         ({"distill.teacher": None, "distill.weight": 0.5}, "expected distill.teacher with distill.weight=0.5"),
         ({"loss": "sogclr"}, "expected loss clip or siglip with distill.teacher, got sogclr"),
-        (CHUNKS | {"grad_cache.residency": "replay"}, "residency 'device' or 'host' with distill.teacher"),
+        (CHUNKS | {"grad_cache.offload": "replay"}, "offload 'none' or 'host' with distill.teacher"),
         (
             {"frozen": ("text",), "cache_frozen": "workdir"},
             "expected distill.cache with distill.teacher",

@@ -46,7 +46,7 @@ def train(state, steps, kind="replicated", **cache):
     history = [jax.device_get(state.trained)]
     for _ in range(steps):
         batch = runs.batch(BATCH, seed=int(state.step))
-        batch = batch if cache.get("residency") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
+        batch = batch if cache.get("offload") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
         state, _ = stepper(kind, **cache)(state, batch)
         history.append(jax.device_get(state.trained))
     return state, history
@@ -73,7 +73,7 @@ def test_averages_are_those_of_timm(kind):
 
 @pytest.mark.parametrize(
     ("kind", "cache"),
-    [("replicated", {}), ("fsdp", {"chunk_size": 16}), ("fsdp", {"chunk_size": 16, "residency": "host"})],
+    [("replicated", {}), ("fsdp", {"chunk_size": 16}), ("fsdp", {"chunk_size": 16, "offload": "host"})],
     ids=str,
 )
 def test_the_step_averages_the_updated_parameters(kind, cache):

@@ -24,7 +24,7 @@ from infcl_jax.training import (
 BATCH, STEPS, DEVICES = 16, 2, 2
 # With weight decay and clipping, so that neither reaches what is frozen.
 OPTIMIZER = make_optimizer(OptimizerConfig(clip_norm=0.1), 100)
-NO_CACHE, CHUNKS, HOST = {}, {"chunk_size": 8, "keep": 1}, {"chunk_size": 8, "residency": "host"}
+NO_CACHE, CHUNKS, HOST = {}, {"chunk_size": 8, "keep": 1}, {"chunk_size": 8, "offload": "host"}
 
 
 # One model each, so that steps are compiled once.
@@ -53,7 +53,7 @@ def train(state, steps=STEPS, **cache):
     """The state after some steps, and the last one's metrics."""
     for _ in range(steps):
         batch = runs.batch(BATCH, seed=int(state.step))
-        batch = batch if cache.get("residency") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
+        batch = batch if cache.get("offload") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
         state, metrics = stepper(**cache)(state, batch)
     return jax.device_get(state), jax.device_get(metrics)
 

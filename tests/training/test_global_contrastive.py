@@ -70,7 +70,7 @@ def train(variant, state, numbers, devices=1, **cache):
     step, losses = stepper(variant, devices, **cache), []
     for number in numbers:
         rows = batch(number)
-        given = rows if cache.get("residency") == "host" else shard_batch(oracle.mesh_of(devices), rows)
+        given = rows if cache.get("offload") == "host" else shard_batch(oracle.mesh_of(devices), rows)
         state, metrics = step(state, given)
         losses.append(metrics["loss"])
     return jax.device_get(losses), state
@@ -88,7 +88,7 @@ def reference(variant):
     [
         ("fastclip_v3", 4, {}),
         ("fastclip_v2", 2, {"chunk_size": 6, "keep": 1}),
-        ("fastclip_v3", 4, {"chunk_size": 8, "residency": "host"}),
+        ("fastclip_v3", 4, {"chunk_size": 8, "offload": "host"}),
     ],
     ids=str,
 )
@@ -185,8 +185,8 @@ def test_what_does_not_fit_is_an_error_in_one_line():
     for given, incomplete in ((runs.batch(BATCH), state), (batch(0), state.replace(samples=None))):
         with pytest.raises(ValueError, match="expected a state with samples and a batch with an index"):
             step(incomplete, given)
-    with pytest.raises(ValueError, match="residency 'device' or 'host' with fastclip_v3, got 'replay'"):
-        make_train_step(loss(), 0, GradCacheConfig(chunk_size=8, residency="replay"))
+    with pytest.raises(ValueError, match="offload 'none' or 'host' with fastclip_v3, got 'replay'"):
+        make_train_step(loss(), 0, GradCacheConfig(chunk_size=8, offload="replay"))
     for make in (loss, initial):
         with pytest.raises(ValueError, match="expected loss to be one of"):
             make("fastclip")

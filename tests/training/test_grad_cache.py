@@ -10,7 +10,7 @@ from infcl_jax.training import NO_CACHE, GradCacheConfig
 
 
 @pytest.mark.parametrize(
-    "cache", [{"keep": 1}, {"keep_residual": True}, {"residency": "host"}, {"chunk_size": 0}, {"residency": "disk"}]
+    "cache", [{"keep": 1}, {"keep_residual": True}, {"offload": "host"}, {"chunk_size": 0}, {"offload": "disk"}]
 )
 def test_gradient_caching_that_makes_no_sense_is_an_error(cache):
     with pytest.raises(ValueError, match="expected grad_cache"):
@@ -40,9 +40,9 @@ def test_settings_are_named_where_they_differ():
 def test_every_setting_is_one_of_the_configuration_and_reaches_the_gradient():
     assert GradCacheConfig(**runs.config().grad_cache) == NO_CACHE
     assert NO_CACHE.options.keys() <= inspect.signature(cached_value_and_grad).parameters.keys()
-    assert GradCacheConfig(chunk_size=8, keep_residual=True, residency="replay").options == {
+    assert GradCacheConfig(chunk_size=8, keep_residual=True, offload="replay").options == {
         "chunk_size": 8,
         "keep": 0,
         "keep_names": ("residual",),
-        "residency": "host",
+        "offload": "host",
     }

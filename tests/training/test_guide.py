@@ -29,7 +29,7 @@ SGD = {  # whose update is the gradient
 }
 MARGIN = {"guide.margin": 0.05}
 CHUNKS = {"grad_cache.chunk_size": 8}
-HOST = CHUNKS | {"grad_cache.residency": "host"}
+HOST = CHUNKS | {"grad_cache.offload": "host"}
 TRAINING_ONLY = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 TEXTS = {"loss": "retrieval", "model": "bert-tiny"}
 SLOW, FULL = pytest.mark.slow, pytest.mark.full
@@ -173,7 +173,7 @@ def test_the_command_trains_with_the_run_of_another_command(tmp_path):
         ({"loss": "siglip"}, "expected loss clip or retrieval with guide.model, got siglip"),
         ({"loss": "fastclip_v3"}, "expected loss clip or retrieval with guide.model, got fastclip_v3"),
         ({"distill.teacher": "other"}, "expected guide.model or distill.teacher, got both"),
-        (CHUNKS | {"grad_cache.residency": "replay"}, "residency 'device' or 'host' with guide.model"),
+        (CHUNKS | {"grad_cache.offload": "replay"}, "offload 'none' or 'host' with guide.model"),
         ({"frozen": ("text",), "cache_frozen": "workdir"}, "expected guide.cache with guide.model and cache_frozen"),
         (TRAINING_ONLY | TEXTS | {"guide.cache": "workdir"}, "expected guide.cache=None with loss 'retrieval'"),
     ],

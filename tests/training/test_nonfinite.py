@@ -36,35 +36,35 @@ class SecondStep(Loss):
         return LossOutput(squares + jnp.sqrt(jnp.where(step == 1, 0.0 * squares, squares)))
 
 
-def batch_of(residency, mesh):
+def batch_of(offload, mesh):
     batch = runs.batch(BATCH)
-    if residency == "replay":
+    if offload == "replay":
         rows = {name: value.reshape(2, 2, CHUNK // 2, *value.shape[1:]) for name, value in batch.items()}
         return {name: Replay(BATCH, lambda n, name=name: np.concatenate(rows[name][:, n])) for name in rows}
-    return batch if residency == "host" else shard_batch(mesh, batch)
+    return batch if offload == "host" else shard_batch(mesh, batch)
 
 
 @pytest.mark.parametrize(
-    ("residency", "chunk_size", "sharding"),
+    ("offload", "chunk_size", "sharding"),
     [
-        ("device", None, "replicated"),
-        ("device", CHUNK, "replicated"),
-        ("device", CHUNK, "fsdp"),
+        ("none", None, "replicated"),
+        ("none", CHUNK, "replicated"),
+        ("none", CHUNK, "fsdp"),
         ("host", CHUNK, "replicated"),
         ("replay", CHUNK, "replicated"),
     ],
 )
-def test_a_step_that_is_not_finite_changes_nothing_but_the_step(residency, chunk_size, sharding, monkeypatch):
+def test_a_step_that_is_not_finite_changes_nothing_but_the_step(offload, chunk_size, sharding, monkeypatch):
     monkeypatch.setattr("infcl_jax.training.sharding.MIN_SIZE", 64)
     mesh = oracle.mesh_of(2)
     optimizer = make_optimizer(OptimizerConfig(name="lion", warmup_steps=2), total_steps=9)
     sizes = runs.SIDE, runs.CONTEXT, 0, mesh, sharding
     state = create_state(runs.Linear(), optimizer, *sizes, ema=EMAConfig(decay=0.5))
-    cache = GradCacheConfig(chunk_size=chunk_size, residency=residency)
+    cache = GradCacheConfig(chunk_size=chunk_size, offload=offload)
     step = make_train_step(SecondStep(name="second"), 0, cache, mesh, sharding, on_nonfinite="skip")
     states = []
     for _ in range(3):
-        state, metrics = step(state, batch_of(residency, mesh))
+        state, metrics = step(state, batch_of(offload, mesh))
         states.append((jax.device_get(state), all(jax.device_get(metrics["finite"]).values())))
     (first, _), (second, skipped_finite), (third, third_finite) = states
     assert not skipped_finite and third_finite

@@ -57,7 +57,7 @@ def test_batches_have_the_ids_of_their_samples(positives):
         np.testing.assert_array_equal(groups(ids), np.eye(32, dtype=bool))
 
 
-@pytest.mark.parametrize("cache", [{}, {"chunk_size": 8, "residency": "host"}])
+@pytest.mark.parametrize("cache", [{}, {"chunk_size": 8, "offload": "host"}])
 def test_a_step_counts_the_extra_positives(cache):
     config = runs.config(positives="caption", **{f"grad_cache.{name}": value for name, value in cache.items()})
     mesh = oracle.mesh_of(4)
@@ -102,8 +102,8 @@ def test_a_batch_without_ids_is_an_error():
         ({"loss": "siglip", "label_smoothing": 0.1}, "expected label_smoothing=0.0 with loss='siglip'"),
         ({"multi_positive": "any"}, "expected multi_positive='mean' with loss='clip' and positives='pair'"),
         (
-            {"positives": "image", "grad_cache.chunk_size": 8, "grad_cache.residency": "replay"},
-            "'device' or 'host' with positives='image'",
+            {"positives": "image", "grad_cache.chunk_size": 8, "grad_cache.offload": "replay"},
+            "'none' or 'host' with positives='image'",
         ),
     ],
 )

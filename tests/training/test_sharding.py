@@ -56,7 +56,7 @@ def train(parameter_sharding, model, **cache):
     state, losses, mesh = fresh(parameter_sharding, model=model), [], oracle.mesh_of(DEVICES)
     for number in range(STEPS):
         batch = runs.batch(BATCH, seed=number)
-        batch = batch if cache.get("residency") == "host" else shard_batch(mesh, batch)
+        batch = batch if cache.get("offload") == "host" else shard_batch(mesh, batch)
         state, metrics = stepper(parameter_sharding, **cache)(state, batch)
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return losses, state
@@ -70,7 +70,7 @@ def replicated():
 
 @pytest.mark.parametrize(
     ("model", "cache"),
-    [("clip", {}), ("linear", {"chunk_size": 16}), ("linear", {"chunk_size": 16, "residency": "host"})],
+    [("clip", {}), ("linear", {"chunk_size": 16}), ("linear", {"chunk_size": 16, "offload": "host"})],
     ids=str,
 )
 def test_training_is_the_same_and_the_state_stays_sharded(replicated, model, cache):

@@ -40,7 +40,7 @@ def stepper(devices, loss="clip", implementation=None, batch=None, **cache):
 
     def take(state):
         placed = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-        return jax.device_get(step(placed, batch if cache.get("residency") == "host" else shard_batch(mesh, batch)))
+        return jax.device_get(step(placed, batch if cache.get("offload") == "host" else shard_batch(mesh, batch)))
 
     return take
 
@@ -115,8 +115,8 @@ def test_a_step_depends_on_neither_devices_nor_implementation(linear, linear_ste
 @pytest.mark.parametrize(
     ("model", "devices", "cache"),
     [
-        ("clip", 1, {"chunk_size": 16, "keep_residual": True, "residency": "host"}),
-        ("linear", 1, {"chunk_size": 12, "residency": "host"}),
+        ("clip", 1, {"chunk_size": 16, "keep_residual": True, "offload": "host"}),
+        ("linear", 1, {"chunk_size": 12, "offload": "host"}),
         ("linear", 8, {"chunk_size": 24, "keep": 1, "keep_residual": True}),
     ],
     ids=str,
@@ -141,15 +141,15 @@ def colored(linear):
     [
         (4, {}),
         (4, {"chunk_size": 12, "keep": 1}),
-        (4, {"chunk_size": 12, "residency": "host"}),
-        (1, {"chunk_size": 16, "residency": "replay"}),
+        (4, {"chunk_size": 12, "offload": "host"}),
+        (1, {"chunk_size": 16, "offload": "replay"}),
     ],
     ids=str,
 )
 def test_colors_are_those_of_the_row(linear, linear_steps, colored, devices, cache):
     unadjusted, expected = colored
     batch = runs.batch(BATCH) | {"image": unadjusted}
-    if cache.get("residency") == "replay":
+    if cache.get("offload") == "replay":
         size = cache["chunk_size"]
 
         def load(name):
@@ -171,7 +171,7 @@ def test_driven_from_the_host_features_go_before_activations_come(linear):
         alive.append(sum(array.shape == (40, 8) for array in jax.live_arrays()))
         return batch["text"][8 * number : 8 * (number + 1)]
 
-    step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(chunk_size=8, residency="host"), mesh)
+    step = make_train_step(make_loss("clip", mesh), 0, GradCacheConfig(chunk_size=8, offload="host"), mesh)
     jax.block_until_ready(step(jax.device_put(linear), batch | {"text": Replay(40, load)}))
     assert alive == 5 * [1] + 5 * [2]  # in the first pass those of the images
 

@@ -52,10 +52,10 @@ def make_step(mesh, loss, parameter_sharding, cache):
 
 def make_batch(mesh, cache):
     batch = runs.batch(BATCH)
-    if cache.get("residency") == "replay":
+    if cache.get("offload") == "replay":
         return replayed(Reader(batch), CHUNK, mesh)
     batch["index"] = np.random.default_rng(0).permutation(2 * BATCH)[:BATCH].astype(np.int32)
-    return batch if cache.get("residency") == "host" else shard_batch(mesh, batch)
+    return batch if cache.get("offload") == "host" else shard_batch(mesh, batch)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def make_batch(mesh, cache):
         (2, "clip", "replicated", {}),
         (4, "siglip", "fsdp", {}),
         (4, "clip", "fsdp", {"chunk_size": CHUNK}),
-        (2, "fastclip_v3", "replicated", {"chunk_size": CHUNK, "residency": "host"}),
-        (2, "siglip", "replicated", {"chunk_size": CHUNK, "residency": "replay"}),
+        (2, "fastclip_v3", "replicated", {"chunk_size": CHUNK, "offload": "host"}),
+        (2, "siglip", "replicated", {"chunk_size": CHUNK, "offload": "replay"}),
     ],
     ids=str,
 )

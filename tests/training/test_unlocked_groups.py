@@ -29,7 +29,7 @@ from infcl_jax.training import (
 from infcl_jax.training.frozen import partition
 
 BATCH, DEVICES = 8, 2
-NO_CACHE, CHUNKS, HOST = {}, {"chunk_size": 4, "keep": 1}, {"chunk_size": 4, "keep": 1, "residency": "host"}
+NO_CACHE, CHUNKS, HOST = {}, {"chunk_size": 4, "keep": 1}, {"chunk_size": 4, "keep": 1, "offload": "host"}
 GROUPS = json.loads((Path(__file__).parents[1] / "golden" / "locked_groups.json").read_text())
 RESNET = {
     "vision.width": 4,
@@ -89,7 +89,7 @@ def stepper(**cache):
 
 def train(state, batch, **cache):
     """The state after a step, and its metrics, on the host."""
-    batch = batch if cache.get("residency") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
+    batch = batch if cache.get("offload") == "host" else shard_batch(oracle.mesh_of(DEVICES), batch)
     return jax.device_get(stepper(**cache)(state, batch))
 
 

@@ -81,8 +81,8 @@ def decode_example(
         raise bad_record(describe(source, index), error) from error
 
 
-def choose_decoder(decode: str, residency: str) -> str:
-    """Choose the decoder of a run, "pillow" or "nvimgcodec", from the settings `decode` and `grad_cache.residency`.
+def choose_decoder(decode: str, offload: str) -> str:
+    """Choose the decoder of a run, "pillow" or "nvimgcodec", from the settings `decode` and `grad_cache.offload`.
 
     "auto" is "nvimgcodec" on GPUs with the packages of the extra `gpu-decode`, for batches in device memory, and
     "pillow" otherwise.
@@ -92,8 +92,8 @@ def choose_decoder(decode: str, residency: str) -> str:
     if decode == "pillow":
         return "pillow"
     obstacle = None
-    if residency != "device":
-        obstacle = f"grad_cache.residency='device' (it is {residency!r})"
+    if offload != "none":
+        obstacle = f"grad_cache.offload='none' (it is {offload!r})"
     elif not gpu_decoder_installed():
         obstacle = "nvImageCodec and CuPy (pip install 'infcl_jax[gpu-decode]')"
     elif jax.default_backend() != "gpu":

@@ -37,7 +37,7 @@ RATES = ("step_ms", "images_per_second", "images_per_second_per_device", "tflops
 # Devices, gradient caching, loss, MiB in use at most before and after the step.
 WAYS = {
     "at once": (1, NO_CACHE, {}, (1, 3)),
-    "in chunks from the host": (2, GradCacheConfig(chunk_size=8, residency="host"), {"loss": "fastclip_v3"}, (3, 3)),
+    "in chunks from the host": (2, GradCacheConfig(chunk_size=8, offload="host"), {"loss": "fastclip_v3"}, (3, 3)),
     "ids, a prefix, a teacher": (1, NO_CACHE, {"ids": "8", "matryoshka": (8,), "teacher_features": 24}, (1, 3)),
 }
 
@@ -134,7 +134,7 @@ def test_the_figures_of_a_record_agree(way, measured):
     assert record["tflops"] == pytest.approx(B * flops / CALL_SECONDS / case.devices / 1e12)
     assert record["gemm_fraction"] == pytest.approx(record["tflops"] / record["gemm_tflops"])
     assert [record[name] for name in PARTS] == pytest.approx([10, 10, 0, 10, 0])  # two are differences
-    from_host = case.cache.residency == "host"
+    from_host = case.cache.offload == "host"
     assert record["peak_memory_mib"] == (None if from_host else 3)  # the higher peak before is not this case's
     if from_host:
         assert record["memory_mib"] is None  # of many programs, none needs what the step needs
@@ -172,7 +172,7 @@ def test_the_step_can_be_timed_alone(tmp_path):
 
 
 def test_a_batch_can_be_read_twice(tmp_path):
-    cache = GradCacheConfig(chunk_size=8, residency="replay")
+    cache = GradCacheConfig(chunk_size=8, offload="replay")
     with no_timing() as results:
         (record,) = benchmark_step.measure_all(settings(B, cache=cache), oracle.mesh_of(2), tmp_path)
     assert tuple(results) == TIMED[:-1] and record["status"] == "ok" and record["data_ms"] is None
@@ -184,8 +184,8 @@ def test_a_batch_can_be_read_twice(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "cache"),
     [
-        ("fastclip_v3", GradCacheConfig(chunk_size=8, residency="host")),
-        ("clip", GradCacheConfig(chunk_size=8, residency="replay")),
+        ("fastclip_v3", GradCacheConfig(chunk_size=8, offload="host")),
+        ("clip", GradCacheConfig(chunk_size=8, offload="replay")),
     ],
 )
 def test_files_feed_the_step(tmp_path, capsys, loss, cache):
@@ -195,7 +195,7 @@ def test_files_feed_the_step(tmp_path, capsys, loss, cache):
         (record,) = benchmark_step.measure_all(fed, oracle.mesh_of(2), tmp_path)
     assert record["status"] == "ok" and record["data"] == dataset
     assert record["files_images_per_second"] == pytest.approx(B / CALL_SECONDS) and record["files_fraction"] == 1
-    assert record["files_wait"] is None if cache.residency == "replay" else 0 <= record["files_wait"] <= 1
+    assert record["files_wait"] is None if cache.offload == "replay" else 0 <= record["files_wait"] <= 1
     assert record["files_stage"] in STAGES and record["files_readers"].endswith(" ahead")
     assert capsys.readouterr().out.splitlines()[-1].endswith(record["files_readers"])
 
@@ -252,8 +252,8 @@ MISTAKES = {
     ),
     "too many devices": (("--output={tmp}", "--devices=9"), "--devices from 1 to 8.* got 9"),
     "read twice with a memory": (
-        ("--output={tmp}", "--residency=replay", "--chunk_size=8", "--loss=fastclip_v3"),
-        "expected residency 'device' or 'host' with fastclip_v3, got 'replay'",
+        ("--output={tmp}", "--offload=replay", "--chunk_size=8", "--loss=fastclip_v3"),
+        "expected offload 'none' or 'host' with fastclip_v3, got 'replay'",
     ),
     "no files": (("--output={tmp}", "--data=/nowhere/{{00000..00001}}.tar"), "/nowhere/00000.tar"),
 }

@@ -61,7 +61,7 @@ oldest: .venv-oldest.txt  ## The environment of test-oldest
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=$< .venv-oldest/.triton
 
 test-oldest: oldest  ## Lowering, exactness and a training run on the oldest supported JAX
-	.venv-oldest/bin/python $(PYTEST) -k "lower or matches_oracle or float64 or compile or curve" \
+	.venv-oldest/bin/python $(PYTEST) -m "not full and not gpu" -k "lower or matches_oracle or float64 or compile or curve" \
 	  tests/ops tests/losses/test_clip.py tests/experiments/test_train.py \
 	  tests/losses/test_gradient_order.py::test_random_programs_match_float64
 

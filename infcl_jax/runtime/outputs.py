@@ -151,6 +151,7 @@ class AppendFile:
         self._size = sys.maxsize if keep is None else keep  # bytes of whole records in the file
         self._inode: tuple[int, int] | None = None  # device and inode of the file with that size
         self._torn = False  # the file may end with a part of a record
+        self._recreated = False  # the file was removed and is new
         self._flush()
 
     def write(self, record: bytes) -> None:
@@ -174,6 +175,9 @@ class AppendFile:
 
     def _flush(self) -> None:
         self._outputs.attempt(self._path, self._append)
+        if self._recreated:  # said after the write, because the line may be a record of this very file
+            self._recreated = False
+            self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
 
     def _append(self) -> None:
         """Write the records in memory, whole or not at all."""
@@ -206,8 +210,7 @@ class AppendFile:
             return min(self._size, status.st_size)
         # Another file, or back after its disk was away. A new file can have the inode of a removed one.
         if self._inode != (status.st_dev, status.st_ino) or status.st_size < self._size:
-            if status.st_size == 0:
-                self._outputs.say(f"warning: {self._path} was removed; it is created again, without old records")
+            self._recreated = status.st_size == 0
             return status.st_size
         return self._size if self._torn else status.st_size
 

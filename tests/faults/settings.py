@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import tempfile
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import numpy as np
 from absl import flags
@@ -75,7 +75,7 @@ def _value(setting: Setting, rng: np.random.Generator) -> tuple[str, bool]:
     kind, inside = setting.base_type, rng.random() < 0.5
     if rng.random() < 0.1:
         return "None", not setting.optional and kind is not str
-    if isinstance(setting.default, tuple):
+    if isinstance(setting.default, tuple) or get_origin(setting.base_type):
         return _tuple(setting, inside, rng)
     if kind is str:
         if setting.values is not None and inside:
@@ -85,6 +85,8 @@ def _value(setting: Setting, rng: np.random.Generator) -> tuple[str, bool]:
         return (choose(("True", "False"), rng), False) if inside else (choose(WRONG[bool], rng), True)
     if not inside and rng.random() < 0.4:
         return choose(WRONG[kind], rng), True
+    if setting.values is None:
+        return repr(kind(rng.uniform(-10, 10))), False
     return _number(kind, setting.values, inside, rng)
 
 

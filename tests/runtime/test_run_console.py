@@ -181,3 +181,13 @@ def test_a_body_that_takes_long_is_described_at_doubled_times(lead, capsys):
     wait(500)  # nothing waits
     lines = [TIME.sub("", line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [f"{seconds} s: batch 7 in 0003.tar" for seconds in (30, 60, 120, 240)]
+
+
+def test_a_removed_log_is_created_again_with_one_warning(tmp_path, capsys):
+    with RunConsole(lead=True) as console:
+        console.open_log(tmp_path, Outputs())
+        console.print("before")
+        (tmp_path / LOG_FILE).unlink()
+        console.print("after")
+    lines = STAMP.sub("", (tmp_path / LOG_FILE).read_text()).splitlines()
+    assert lines == ["after", f"warning: {tmp_path / LOG_FILE} was removed; it is created again, without old records"]

@@ -67,7 +67,7 @@ def build_run(
     )
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
-    _ = run.step, run.init  # wrong settings end the run before its state is created
+    _ = run.step, run.suite, run.init  # wrong settings end the run before its state is created
     return run
 
 

@@ -110,8 +110,8 @@ def _handles_signals(process) -> bool:
 
 def run(count: int, seed: int = 0) -> list[Outcome]:
     """Run all tries and print each."""
-    # Processes inherit ignored signals, and a shell's background jobs ignore SIGINT.
-    for number in (signal.SIGINT, signal.SIGHUP):
+    # Processes inherit ignored signals, and a shell's background jobs ignore SIGINT and SIGQUIT.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     outcomes = []
     for number, case in enumerate(cases(count, seed), 1):

@@ -87,7 +87,7 @@ class MosaicKernels:
     @property
     def depth(self) -> int:
         """Multiple to which the number of features is padded."""
-        return TILE_K
+        return TILE_K * max(tiles.slices for tiles in self.all_tiles)
 
     def backward_tiles(self, x: Array, pairs: Pairs) -> Tiles:
         """Return the tile sizes of dS for row features `x`."""
@@ -112,7 +112,7 @@ class MosaicKernels:
     ) -> TileSchedule:
         """Return the schedule of a window whose tiles take the GEMM of `x` and the one of the operands `other`."""
         row_bytes = (x.shape[1] + other_x.shape[1]) * x.dtype.itemsize
-        product = Product(*other, term_width(other_x, other_pairs), other_pairs)
+        product = Product(*other, term_width(other_x, other_pairs), other_pairs, tiles.slices)
         group = max(1, self.group_bytes // (tiles.cluster_columns * row_bytes))
         return self.schedule(tiles, window, x, pairs, others=(product,), group=group, **options)
 

@@ -80,7 +80,8 @@ def run(
         warpgroup, member, cluster = (lax.axis_index(a) for a in ("warpgroup", "member", "cluster"))
         tasks = lax.div(schedule.tasks - cluster + schedule.grid_clusters - 1, schedule.grid_clusters)
         total = tasks * schedule.segment * sum(product.steps for product in schedule.products)
-        pipeline = _Pipeline(schedule, named, x_s, y_s, full, empty, started, warpgroup, member, cluster, total)
+        window = window_offset(named, 0), window_offset(named, 1)
+        pipeline = _Pipeline(schedule, named, window, x_s, y_s, full, empty, started, warpgroup, member, cluster, total)
 
         def compute_tile(task: WorkTile, r: Array, carried: tuple[State, Any]) -> tuple[State, Any]:
             state, carry = carried
@@ -127,10 +128,10 @@ def run(
         out_type=[r.update(manual_axis_type=jax.typeof(operands["x"]).manual_axis_type) for r in results.values()],
         scratch_types=[
             *scratch.values(),
-            smem((t.stages, t.cta_rows, TILE_K)),
-            smem((t.stages, t.columns, TILE_K)),
+            smem((t.stages * t.slices, t.cta_rows, TILE_K)),
+            smem((t.stages * t.slices, t.columns, TILE_K)),
             smem((WARPGROUPS, t.store_slots, SUBTILE, SUBTILE)) if t.store_slots else plgpu.Barrier(),  # placeholder
-            plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),  # of the copies of x and y
+            plgpu.Barrier(num_arrivals=2 * t.slices, num_barriers=t.stages),  # of the copies of x and y
             plgpu.ClusterBarrier(collective_axes=("member",), **empty) if t.cluster > 1 else plgpu.Barrier(**empty),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -155,8 +156,9 @@ class _Pipeline:
     Attributes:
       schedule: tile schedule.
       refs: operands, results and scratch by name.
-      x_s: slots of row features.
-      y_s: slots of column features.
+      window: first row and column of the window, read from global memory once.
+      x_s: slots of row features, `[stages * slices, rows, TILE_K]`.
+      y_s: slots of column features, likewise.
       full: barriers of slots that hold the features of a step.
       empty: barriers of slots that all warpgroups that read them have multiplied.
       started: barrier of the start of the second warpgroup, see `Tiles.lag`.
@@ -168,6 +170,7 @@ class _Pipeline:
 
     schedule: TileSchedule
     refs: dict[str, Any]
+    window: Origin
     x_s: Any
     y_s: Any
     full: Any
@@ -255,11 +258,12 @@ class _Pipeline:
     def _multiply_step(self, acc: Any, range_to_load: tuple[Array, Array], k: Array, state: State) -> State:
         """Multiply the features of a step, and release the slot of the step before."""
         step, origin = state
-        rows = self.schedule.tiles.rows
-        slot = lax.rem(step, self.schedule.tiles.stages)
+        t = self.schedule.tiles
+        slot = lax.rem(step, t.stages)
         plgpu.barrier_wait(self.full.at[slot])
-        plgpu.wgmma(acc, self.x_s.at[slot, pl.ds(self.warpgroup * rows, rows)], self.y_s.at[slot].T)
-        plgpu.wgmma_wait(1)
+        for i in self._slices(slot):
+            plgpu.wgmma(acc, self.x_s.at[i, pl.ds(self.warpgroup * t.rows, t.rows)], self.y_s.at[i].T)
+        plgpu.wgmma_wait(t.slices)
         origin = lax.cond(k > 0, lambda: self._release(step - 1, range_to_load, origin), lambda: origin)
         if self.lag:
 
@@ -317,13 +321,20 @@ class _Pipeline:
 
             @pl.when((position >= begin) & (position < begin + product.steps))
             def _(product: Product = product, index: Array = position - begin) -> None:
-                x_features, y_features = product.features(index)
-                x, y = self.refs[product.x].at[rows, x_features], self.refs[product.y].at[columns, y_features]
-                plgpu.copy_gmem_to_smem(x, self.x_s.at[slot], self.full.at[slot], collective_axes=multicast)
-                plgpu.copy_gmem_to_smem(y, self.y_s.at[slot], self.full.at[slot])
+                for source, target in zip(self._slices(index), self._slices(slot), strict=True):
+                    x_features, y_features = product.features(source)
+                    x, y = self.refs[product.x].at[rows, x_features], self.refs[product.y].at[columns, y_features]
+                    plgpu.copy_gmem_to_smem(x, self.x_s.at[target], self.full.at[slot], collective_axes=multicast)
+                    plgpu.copy_gmem_to_smem(y, self.y_s.at[target], self.full.at[slot])
 
             begin += product.steps
 
+    def _slices(self, step: Array) -> list[Array]:
+        """Return the indices of the slices of a step or a slot, of `TILE_K` features each."""
+        slices = self.schedule.tiles.slices
+        return [slices * step + i for i in range(slices)]
+
     def _origin(self, work: WorkTile) -> Origin:
-        """Return the first row and column of a tile in the operands, whose window starts in global memory."""
-        return window_offset(self.refs, 0) + work.row_tile * self.schedule.tiles.cta_rows, work.first_column
+        """Return the first row and column of a tile in the operands."""
+        row, column = self.window
+        return row + work.row_tile * self.schedule.tiles.cta_rows, column + work.column

@@ -18,7 +18,7 @@ from infcl_jax.ops.pairwise.base import Array
 from infcl_jax.ops.pairwise.kernel_api import LABEL_RANGE_ROWS, Pairs
 
 WARPGROUPS = 2  # compute warpgroups of a CTA
-TILE_K = SWIZZLE_BYTES // 2  # bf16 features per step
+TILE_K = SWIZZLE_BYTES // 2  # bf16 features per copy to SMEM
 SUBTILE = 64  # rows and columns of an epilogue subtile, which is stored at once
 SEGMENTS = (8, 4, 2, 1)  # candidate numbers of row tiles per task
 SEGMENT_COST = 0.25  # time to end a task, in times of a row tile
@@ -39,6 +39,8 @@ class Tiles:
       rows: rows of one warpgroup's tile; a CTA's tile has twice as many.
       columns: columns of a tile.
       stages: pipeline stages in SMEM.
+      slices: slices of `TILE_K` features in a stage. More of them need fewer barriers, and keep the loading warpgroup
+        less busy.
       cluster: CTAs per cluster, 1 or 2. They work on adjacent column tiles and share the row tiles.
       lag: steps by which the second warpgroup starts after the first.
       delay: steps by which a slot is refilled later than this CTA frees it. Meanwhile the signals of the other CTA
@@ -49,6 +51,7 @@ class Tiles:
     rows: int = 128
     columns: int = 128
     stages: int = 4
+    slices: int = 1
     cluster: int = 2
     lag: int = 2
     delay: int = 0
@@ -85,8 +88,8 @@ class Tiles:
     @property
     def shared_memory(self) -> int:
         """Bytes of SMEM that one CTA needs."""
-        steps = self.stages * (self.cta_rows + self.columns) * TILE_K
-        return 2 * (steps + WARPGROUPS * self.store_slots * SUBTILE**2) + REDUCTION_BYTES + BARRIER_BYTES
+        slots = self.stages * self.slices * (self.cta_rows + self.columns) * TILE_K
+        return 2 * (slots + WARPGROUPS * self.store_slots * SUBTILE**2) + REDUCTION_BYTES + BARRIER_BYTES
 
     @property
     def reduction_bytes(self) -> int:
@@ -110,22 +113,24 @@ class Product:
       y: name of the operand with the column features.
       width: padded number of features, the contraction length of one GEMM.
       pairs: pairs of bf16 terms whose GEMMs are summed.
+      slices: slices of a step, of `TILE_K` features each.
     """
 
     x: str
     y: str
     width: int
     pairs: Pairs
+    slices: int
 
     @property
     def steps(self) -> int:
         """Steps of one tile."""
-        return len(self.pairs) * self.width // TILE_K
+        return len(self.pairs) * self.width // (self.slices * TILE_K)
 
-    def features(self, step: Array) -> tuple[Any, Any]:
-        """Return which row and which column features a step of a tile multiplies, as slices."""
+    def features(self, index: Array) -> tuple[Any, Any]:
+        """Return which row and which column features a slice of a tile's steps multiplies."""
         length = self.width // TILE_K
-        pair, first = lax.div(step, length), lax.rem(step, length) * TILE_K
+        pair, first = lax.div(index, length), lax.rem(index, length) * TILE_K
 
         def features_of(terms: tuple[int, ...]) -> Any:
             """Return the slice in the pair's term."""
@@ -177,7 +182,7 @@ class TileSchedule:
     @property
     def products(self) -> tuple[Product, ...]:
         """GEMMs of each tile, in their order."""
-        return Product("x", "y", self.width, self.pairs), *self.others
+        return Product("x", "y", self.width, self.pairs, self.tiles.slices), *self.others
 
     @property
     def clusters(self) -> int:

@@ -29,7 +29,7 @@ def kernels(forward, backward, **options):
 
 
 CLUSTERED = kernels(SMALL, SMALL, group_bytes=0)  # groups of one cluster's column tiles
-WIDE = kernels(*(dataclasses.replace(SMALL, columns=n) for n in (192, 128)))
+WIDE = kernels(*(dataclasses.replace(SMALL, columns=n, stages=2, slices=2) for n in (192, 128)))
 SINGLE = kernels(*[dataclasses.replace(SMALL, columns=128, cluster=1, stages=2, lag=0)] * 2)
 
 
@@ -49,12 +49,12 @@ def interpreter(interpreter, monkeypatch):
     ("k", "options"),
     [
         (SINGLE, {"masked": True, "dim": 100, "teacher_dim": 40}),
-        (WIDE, {"bx": 70, "by": 400}),
+        (WIDE, {"bx": 70, "by": 400, "dim": 150}),
         pytest.param(CLUSTERED, {"own": False, "teacher_dtype": jnp.float32}, marks=pytest.mark.full),
         (CLUSTERED, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
         (CLUSTERED, {"dtype": jnp.float32, "dim": 50, "scale": 1.0}),
     ],
-    ids=["masked", "tiles of 192 and of 128 columns", "another teacher", "scale 100", "fp32"],
+    ids=["masked", "tiles of 192 and of 128 columns, slices in pairs", "another teacher", "scale 100", "fp32"],
 )
 def test_options_match_oracle(interpreter, k, options):
     check(DistillationFused(k), make(**{"bx": 150, "by": 140} | options))

@@ -5,14 +5,16 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Integer
+from jaxtyping import Array, Bool, Float, Float32, Int, Integer
 
-from infcl_jax.models.layers import LayerNorm, feature_projection, normal
+from infcl_jax.models.layers import LayerNorm, check_packable, feature_projection, normal
 from infcl_jax.models.transformer import RESIDUAL, Mlp, SelfAttention, rematerialized
 from infcl_jax.models.transformer_config import TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
 from infcl_jax.ops.linear import route_gradient
+from infcl_jax.ops.packing import PackedRows, PackedTokens
 
 BertPool = Literal["cls", "pooler", "mean"]
 BertProjection = Literal["linear", "mlp", "none"]
@@ -29,16 +31,20 @@ class BertBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "tokens width"], key_mask: Bool[Array, "b {self.positions}"], train: bool
+        self,
+        x: Float[Array, "tokens width"],
+        key_mask: Bool[Array, "b {self.positions}"] | None,
+        train: bool,
+        packed: PackedRows | None = None,
     ) -> Float[Array, "tokens width"]:
-        """Run the block on [b * t, width] in the compute dtype; `key_mask` is False for padding."""
+        """Run the block on [b * t, width] in the compute dtype; `key_mask` is False for padding, None if packed."""
         c = self.config
 
         def add_and_normalize(x: jax.Array, y: jax.Array, bias: jax.Array, number: int) -> jax.Array:
             y = nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(route_gradient(y, bias))
             return LayerNorm(c, name=f"ln_{number}")(x + y)
 
-        attended = SelfAttention(c, self.positions, name="attn")(x, key_mask=key_mask)
+        attended = SelfAttention(c, self.positions, name="attn")(x, key_mask=key_mask, packed=packed)
         x = checkpoint_name(add_and_normalize(x, *attended, 1), RESIDUAL)
         return add_and_normalize(x, *Mlp(c, name="mlp")(x), 2)
 
@@ -85,27 +91,52 @@ class Bert(nn.Module):
     projection: BertProjection = "mlp"
 
     @nn.compact
-    def __call__(self, tokens: Integer[Array, "b t"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
+    def __call__(
+        self, tokens: Integer[Array, "b t"] | PackedTokens, *, train: bool = False
+    ) -> Float32[Array, "b {self.embed_dim}"]:
         """Encode token ids.
 
         Args:
-          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. Larger ids give NaN features.
+          tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. Larger ids give NaN features. Or the
+            same packed, with the `lengths` of this tower.
           train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
 
         Returns:
           float32 [b, embed_dim], not normalized.
+
+        Raises:
+          ValueError: the tokens are packed and dropout is on.
         """
-        # The first token counts, or a text of padding alone would have no key.
-        is_token = (tokens != self.pad_id) | (jnp.arange(tokens.shape[1]) == 0)[None]
-        x = BertEncoder(self.config, name="transformer")(self._embed(tokens, train), is_token, train)
-        x = self._pooled(x.astype(jnp.float32), is_token)
+        encoder = BertEncoder(self.config, name="transformer")
+        if isinstance(tokens, PackedTokens):
+            check_packable(self, train)
+            packed = tokens.unpacked()
+            x = encoder(self._embed(packed.tokens, train, packed.positions), None, train, packed)
+            x = self._pooled_packed(x.astype(jnp.float32), packed)
+        else:
+            # The first token counts, or a text of padding alone would have no key.
+            is_token = (tokens != self.pad_id) | (jnp.arange(tokens.shape[1]) == 0)[None]
+            x = encoder(self._embed(tokens, train), is_token, train)
+            x = self._pooled(x.astype(jnp.float32), is_token)
         if self.projection == "none":
             return x
         if self.projection == "linear":
             return feature_projection(self.config, self.embed_dim, "text_projection")(x)
         return _ProjectionMlp(self.config, self.embed_dim, name="text_projection")(x)
 
-    def _embed(self, tokens: Integer[Array, "b t"], train: bool) -> Float[Array, "b t {self.config.width}"]:
+    @property
+    def attends_to_padding(self) -> bool:
+        """Whether features depend on the padding of texts, so that texts cannot be packed: never."""
+        return False
+
+    def lengths(self, tokens: Integer[np.ndarray, "b t"]) -> Int[np.ndarray, "b"]:
+        """Return how many tokens of each text its features depend on: those up to the last that is not padding."""
+        is_token = tokens != self.pad_id
+        return np.where(is_token.any(1), tokens.shape[1] - is_token[:, ::-1].argmax(1), 1)
+
+    def _embed(
+        self, tokens: Integer[Array, "b t"], train: bool, position_ids: Integer[Array, "b t"] | None = None
+    ) -> Float[Array, "b t {self.config.width}"]:
         """Return the normalized sum of token, position and type embeddings."""
         c = self.config
 
@@ -114,8 +145,9 @@ class Bert(nn.Module):
 
         positions = table("positional_embedding", self.max_positions).astype(jnp.float32)
         token_type = table("token_type_embedding", self.token_types)[:1].astype(jnp.float32)
-        shifts = positions[self.position_offset :][: tokens.shape[1]] + token_type
-        x = embed_tokens(table("token_embedding", self.vocab_size), shifts, tokens, c.dtype)
+        count = tokens.shape[1] if position_ids is None else self.context_length
+        shifts = positions[self.position_offset :][:count] + token_type
+        x = embed_tokens(table("token_embedding", self.vocab_size), shifts, tokens, c.dtype, position_ids)
         x = LayerNorm(c, name="ln_embed")(x)
         return nn.Dropout(c.dropout, deterministic=not train, name="drop_embed")(x)
 
@@ -125,7 +157,17 @@ class Bert(nn.Module):
         if self.pool == "mean":
             weights = is_token.astype(jnp.float32)[:, :, None]
             return (x * weights).sum(1) / jnp.maximum(weights.sum(1), 1.0)
-        x = x[:, 0]
+        return self._pooled_first(x[:, 0])
+
+    def _pooled_packed(
+        self, x: Float32[Array, "r l {self.config.width}"], packed: PackedRows
+    ) -> Float32[Array, "b {self.config.width}"]:
+        if self.pool == "mean":
+            return packed.mean(x)
+        return self._pooled_first(packed.take(x.reshape(-1, x.shape[-1]), packed.first))
+
+    def _pooled_first(self, x: Float32[Array, "b {self.config.width}"]) -> Float32[Array, "b {self.config.width}"]:
+        """Pool the states of the first tokens."""
         if self.pool == "cls":
             return x
         return jnp.tanh(feature_projection(self.config, self.config.width, "pooler", use_bias=True)(x))
@@ -138,14 +180,18 @@ class BertEncoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t width"], key_mask: Bool[Array, "b t"], train: bool
+        self,
+        x: Float[Array, "b t width"],
+        key_mask: Bool[Array, "b t"] | None,
+        train: bool,
+        packed: PackedRows | None = None,
     ) -> Float[Array, "b t width"]:
-        """Run the blocks on [b, t, width] in the compute dtype; `key_mask` is False for padding."""
+        """Run the blocks on [b, t, width] in the compute dtype; `key_mask` is False for padding, None if packed."""
         c, (b, t, width) = self.config, x.shape
         block = rematerialized(BertBlock, c.remat, train_argument=3)
         x = x.reshape(b * t, width)
         for i in range(c.layers):
-            x = block(c, t, name=f"block_{i:02d}")(x, key_mask, train)
+            x = block(c, t, name=f"block_{i:02d}")(x, key_mask, train, packed)
             x = checkpoint_name(x, RESIDUAL)  # outside the block, whose own remat policy would hide the name
         return x.reshape(b, t, width)
 

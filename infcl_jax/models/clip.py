@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Integer, UInt8
 
+from infcl_jax.ops.packing import PackedTokens
+
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021, section 2.5
 
 # Parameter subtree of each encoder, see `CLIP`.
@@ -151,7 +153,7 @@ class CLIP(nn.Module):
     def __call__(
         self,
         image: UInt8[Array, "b h w 3"] | Float[Array, "b h w 3"],
-        text: Integer[Array, "b t"],
+        text: Integer[Array, "b t"] | PackedTokens,
         *,
         train: bool = False,
     ) -> CLIPOutput:
@@ -191,11 +193,13 @@ class CLIP(nn.Module):
             image = normalize_image(image, self.image_mean, self.image_std)
         return l2_normalize(self.visual(image, train=train), self.feature_dtype)  # type: ignore[operator]
 
-    def encode_text(self, text: Integer[Array, "b t"], *, train: bool = False) -> Float[Array, "b embed_dim"]:
+    def encode_text(
+        self, text: Integer[Array, "b t"] | PackedTokens, *, train: bool = False
+    ) -> Float[Array, "b embed_dim"]:
         """Encode a batch of texts.
 
         Args:
-          text: integer [b, t] token ids, t <= context_length.
+          text: integer [b, t] token ids, t <= context_length, or the same packed by `infcl_jax.data.pack_texts`.
           train: whether dropout is on; it needs the "dropout" rng.
 
         Returns:
@@ -204,7 +208,7 @@ class CLIP(nn.Module):
         Raises:
           ValueError: `text` has another shape or dtype; raised when the call is traced.
         """
-        _check_text(text, self.text.context_length)
+        _check_text(text.tokens if isinstance(text, PackedTokens) else text, self.text.context_length)
         return l2_normalize(self.text(text, train=train), self.feature_dtype)  # type: ignore[operator]
 
     @nn.compact

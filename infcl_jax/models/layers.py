@@ -117,6 +117,14 @@ def feature_projection(config: TransformerConfig, features: int, name: str, *, u
     )
 
 
+def check_packable(tower: Any, train: bool) -> None:
+    """Raise `ValueError` if a text tower cannot encode `PackedTokens`: it attends to padding, or dropout is on."""
+    if tower.attends_to_padding:
+        raise ValueError("expected padded texts, since this tower attends to padding, got packed ones")
+    if train and tower.config.dropout:
+        raise ValueError(f"expected dropout 0 in training with packed texts, got {tower.config.dropout}; pad the texts")
+
+
 def checkpointed_affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:
     """Compute `affine`, with results checkpointed under the name `PRODUCT`."""
     return tuple(checkpoint_name(y, PRODUCT) for y in affine(x, kernels, biases))

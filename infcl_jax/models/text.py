@@ -4,12 +4,14 @@ from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Integer
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32, Integer
 
-from infcl_jax.models.layers import LayerNorm, feature_projection, normal
+from infcl_jax.models.layers import LayerNorm, check_packable, feature_projection, normal
 from infcl_jax.models.transformer import Transformer
 from infcl_jax.models.transformer_config import Projection, TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
+from infcl_jax.ops.packing import PackedTokens
 
 TextPool = Literal["end", "first", "last"]
 
@@ -60,22 +62,43 @@ class TextTransformer(nn.Module):
     projection_bias: bool = False
 
     @nn.compact
-    def __call__(self, tokens: Integer[Array, "b t"], *, train: bool = False) -> Float32[Array, "b {self.embed_dim}"]:
+    def __call__(
+        self, tokens: Integer[Array, "b t"] | PackedTokens, *, train: bool = False
+    ) -> Float32[Array, "b {self.embed_dim}"]:
         """Encode token ids.
 
         Args:
           tokens: integer [b, t], 1 <= t <= context_length, ids below `vocab_size`. Larger ids give NaN features, since
-            compiled code cannot raise.
+            compiled code cannot raise. Or the same packed, with the `lengths` of this tower.
           train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
 
         Returns:
           float32 [b, embed_dim], not normalized.
+
+        Raises:
+          ValueError: the tokens are packed, but the tower attends to padding, or dropout is on.
         """
-        x = Transformer(self.config, name="transformer")(self._embed(tokens), self._position(tokens), train=train)
+        transformer = Transformer(self.config, name="transformer")
+        if isinstance(tokens, PackedTokens):
+            check_packable(self, train)
+            packed = tokens.unpacked()
+            x = transformer(self._embed(packed.tokens, packed.positions), packed.last, train=train, packed=packed)
+        else:
+            x = transformer(self._embed(tokens), self._position(tokens), train=train)
         x = LayerNorm(self.config, jnp.float32, name="ln_final")(x)
         if self.projection == "none":
             return x
         return feature_projection(self.config, self.embed_dim, "text_projection", use_bias=self.projection_bias)(x)
+
+    @property
+    def attends_to_padding(self) -> bool:
+        """Whether features depend on the padding of texts, so that texts cannot be packed."""
+        return not (self.config.causal and self.pool == "end")
+
+    def lengths(self, tokens: Integer[np.ndarray, "b t"]) -> Int[np.ndarray, "b"]:
+        """Return how many tokens of each text its features depend on: those up to the first end token."""
+        ends = tokens if self.end_token is None else tokens == self.end_token
+        return ends.argmax(1) + 1
 
     def _position(self, tokens: Integer[Array, "b t"]) -> Int32[Array, "b"]:
         """Return the pooled position of each sequence."""
@@ -83,10 +106,14 @@ class TextTransformer(nn.Module):
             return end_position(tokens, self.end_token)
         return jnp.full(tokens.shape[0], 0 if self.pool == "first" else tokens.shape[1] - 1, jnp.int32)
 
-    def _embed(self, tokens: Integer[Array, "b t"]) -> Float[Array, "b t {self.config.width}"]:
+    def _embed(
+        self, tokens: Integer[Array, "b t"], position_ids: Integer[Array, "b t"] | None = None
+    ) -> Float[Array, "b t {self.config.width}"]:
         """Return token plus positional embeddings, [b, t, width] in the compute dtype."""
         c = self.config
         table = self.param("token_embedding", normal(0.02), (self.vocab_size, c.width), c.param_dtype)
         shape = (self.context_length, c.width)
         positions = self.param("positional_embedding", normal(0.01), shape, c.param_dtype)
-        return embed_tokens(table, positions[: tokens.shape[1]], tokens, c.dtype)
+        if position_ids is None:
+            positions = positions[: tokens.shape[1]]
+        return embed_tokens(table, positions, tokens, c.dtype, position_ids)

@@ -15,6 +15,7 @@ from infcl_jax.models.names import BERT_CONFIGS, bert_config
 from infcl_jax.models.transformer_config import canonicalize_dtypes
 from infcl_jax.ops.bias_activation.api import Activation
 from infcl_jax.ops.common.checks import check_positive_int
+from infcl_jax.ops.packing import PackedTokens
 
 # Parameter subtree of each encoder; tied encoders have the one subtree "text".
 TEXT_TOWERS = {"query": "query", "passage": "passage"}
@@ -138,14 +139,18 @@ class TextPair(nn.Module):
         features = self.encode_query(query, train=train), self.encode_passage(passage, train=train)
         return TextPairOutput(*features, *self.logit_scale_and_bias())
 
-    def encode_query(self, ids: Integer[Array, "b t"], *, train: bool = False) -> Float[Array, "b embed_dim"]:
-        """Encode token ids [b, t] of queries to [b, embed_dim] in `feature_dtype`; t is at most the context length.
+    def encode_query(
+        self, ids: Integer[Array, "b t"] | PackedTokens, *, train: bool = False
+    ) -> Float[Array, "b embed_dim"]:
+        """Encode token ids [b, t] of queries, or the same packed, to [b, embed_dim] in `feature_dtype`.
 
-        `train` turns dropout on, which needs the "dropout" rng unless the rate is 0.
+        t is at most the context length. `train` turns dropout on, which needs the "dropout" rng unless the rate is 0.
         """
         return self._features(self.text or self.query, ids, train)
 
-    def encode_passage(self, ids: Integer[Array, "b t"], *, train: bool = False) -> Float[Array, "b embed_dim"]:
+    def encode_passage(
+        self, ids: Integer[Array, "b t"] | PackedTokens, *, train: bool = False
+    ) -> Float[Array, "b embed_dim"]:
         """Encode a batch of passages, see `encode_query`."""
         return self._features(self.text or self.passage, ids, train)
 
@@ -153,7 +158,7 @@ class TextPair(nn.Module):
         """Return the constant scale of the similarities, and None."""
         return jnp.float32(self.scale), None
 
-    def _features(self, encoder: Any, ids: jax.Array, train: bool) -> jax.Array:
+    def _features(self, encoder: Any, ids: jax.Array | PackedTokens, train: bool) -> jax.Array:
         features = encoder(ids, train=train)
         if self.normalize:
             return l2_normalize(features, self.feature_dtype)

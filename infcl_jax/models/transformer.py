@@ -18,6 +18,7 @@ from infcl_jax.models.transformer_config import Remat, TransformerConfig
 from infcl_jax.ops.attention.api import AttentionImplementation, attend, attend_from, padding_for, prefers_packed
 from infcl_jax.ops.layer_norm.api import broadcast_vector
 from infcl_jax.ops.linear import route_gradient
+from infcl_jax.ops.packing import PackedRows
 
 # Checkpoint name of the residual stream after each attention and each MLP, for the policies of `jax.checkpoint`.
 RESIDUAL = "residual"
@@ -42,18 +43,21 @@ class SelfAttention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "tokens width"],
-        position: Integer[Array, "b"] | None = None,
+        position: Integer[Array, "n"] | None = None,
         key_mask: Bool[Array, "b t"] | None = None,
+        packed: PackedRows | None = None,
     ) -> tuple[Float[Array, "rows width"], Float[Array, "width"]]:
         """Apply self-attention to tokens [b * t, width], to all of them or to one of each sequence.
 
         Args:
           x: tokens, floating.
-          position: position of the only token to compute in each sequence; None for all tokens.
+          position: position of the only token to compute in each sequence; None for all tokens. With `packed`, the
+            token's index, as of `PackedRows.take`.
           key_mask: False for tokens that no token attends to; None for none. Only without `position`.
+          packed: rows in which each sequence attends to itself; None for one sequence a row.
 
         Returns:
-          [b * t, width], or [b, width] with `position`, in the compute dtype; and the bias [width] added to it under
+          [b * t, width], or [n, width] with `position`, in the compute dtype; and the bias [width] added to it under
           `stop_gradient`, whose gradient the caller must route, see `route_gradient`.
         """
         c = self.config
@@ -61,9 +65,14 @@ class SelfAttention(nn.Module):
         kernel, in_bias = Dense(c, 3 * c.width, c.input_std, name="in_proj").weights(c.width)
         query_bias, _, value_bias = jnp.split(in_bias, 3)
         out_kernel, out_bias = Dense(c, c.width, c.residual_std, name="out_proj").weights(c.width)
-        if position is None:
-            qkv = self._project(x, kernel, query_bias, c.attention if key_mask is None else "xla")
-            y = attend(*qkv, causal=c.causal, padding=self.padding, key_mask=key_mask, implementation=c.attention)
+        if position is None or packed is not None:
+            spans = None if packed is None else (packed.start, packed.stop)
+            unmasked = key_mask is None and spans is None
+            qkv = self._project(x, kernel, query_bias, c.attention if unmasked else "xla")
+            masks = {"causal": c.causal, "padding": self.padding, "key_mask": key_mask, "spans": spans}
+            y = attend(*qkv, **masks, implementation=c.attention).reshape(-1, c.width)
+            if position is not None:
+                y = packed.take(y, position)
         else:
             query_kernel, key_kernel, value_kernel = jnp.split(kernel, 3, axis=1)
             tokens = x.reshape(-1, self.positions, c.width)
@@ -128,19 +137,21 @@ class TransformerBlock(nn.Module):
         self,
         x: Float[Array, "tokens width"],
         deferred_bias: Float[Array, "width"] | None,
-        position: Integer[Array, "b"] | None,
+        position: Integer[Array, "n"] | None,
         train: bool,
+        packed: PackedRows | None = None,
     ) -> tuple[Float[Array, "rows width"], Float[Array, "width"] | None]:
         """Run the block on [b * t, width] in the compute dtype.
 
         Args:
           x: tokens.
           deferred_bias: bias added to `x` under `stop_gradient`, see `normalize_with_residual`; None for no bias.
-          position: position of the only token to compute in each sequence; None for all tokens.
+          position: see `SelfAttention`.
           train: whether dropout is on.
+          packed: see `SelfAttention`.
 
         Returns:
-          [b * t, width], or [b, width] with `position`; and the bias added to it under `stop_gradient`, None for none.
+          [b * t, width], or [n, width] with `position`; and the bias added to it under `stop_gradient`, None for none.
         """
         c = self.config
 
@@ -157,8 +168,10 @@ class TransformerBlock(nn.Module):
 
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
         y, x = LayerNorm(c, name="ln_1").with_residual(x, deferred_bias)
-        y, deferred_bias = scale_and_drop(*attention(y, position), 1)
-        if position is not None:
+        y, deferred_bias = scale_and_drop(*attention(y, position, packed=packed), 1)
+        if packed is not None and position is not None:
+            x = packed.take(x, position)
+        elif position is not None:
             x = take_positions(x.reshape(-1, self.positions, c.width), position)
         x = checkpoint_name(x + y, RESIDUAL)
         y, x = LayerNorm(c, name="ln_2").with_residual(x, deferred_bias)
@@ -184,19 +197,26 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t width"], position: Integer[Array, "b"] | None = None, *, train: bool = False
-    ) -> Float[Array, "b t width"] | Float[Array, "b width"]:
+        self,
+        x: Float[Array, "b t width"],
+        position: Integer[Array, "n"] | None = None,
+        *,
+        train: bool = False,
+        packed: PackedRows | None = None,
+    ) -> Float[Array, "b t width"] | Float[Array, "n width"]:
         """Run the blocks on [b, t, width] in the compute dtype.
 
         With `position`, in [0, t), the last block computes that token of each sequence only, which attends to all.
-        `train` turns dropout on, which needs the "dropout" rng unless the rate is 0.
+        `train` turns dropout on, which needs the "dropout" rng unless the rate is 0. With `packed`, rows have several
+        sequences, and `position` is as in `PackedRows.take`.
 
         Returns:
-          [b, t, width], or [b, width] with `position`, not normalized.
+          [b, t, width], or [n, width] with `position`, not normalized.
         """
         c, (b, t, _) = self.config, x.shape
         block = rematerialized(TransformerBlock, c.remat, train_argument=4)
-        padding = padding_for((b, t, c.heads, c.width // c.heads), c.dtype, c.attention)
+        shape = b, t, c.heads, c.width // c.heads
+        padding = padding_for(shape, c.dtype, c.attention if packed is None else "xla")
         positions = t + padding
         # Batch and sequence are one axis: with a separate batch axis, XLA selects layouts that need transposes.
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(b * positions, c.width)
@@ -204,7 +224,7 @@ class Transformer(nn.Module):
         for i in range(c.layers):
             block_position = position if i == c.layers - 1 else None
             run = block(c, positions, padding, name=f"block_{i:02d}")
-            x, deferred_bias = run(x, deferred_bias, block_position, train)
+            x, deferred_bias = run(x, deferred_bias, block_position, train, packed)
             x = checkpoint_name(x, RESIDUAL)  # outside the block, whose own remat policy would hide the name
         x = x if deferred_bias is None else route_gradient(x, deferred_bias)
         return x if position is not None else x.reshape(b, positions, c.width)[:, :t]

@@ -16,7 +16,11 @@ _TILE = 128  # rows of a GEMM that sums by id
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def embed_tokens(
-    table: Float[Array, "v width"], positions: Float[Array, "t width"], tokens: Integer[Array, "b t"], dtype: Any
+    table: Float[Array, "v width"],
+    positions: Float[Array, "n width"],
+    tokens: Integer[Array, "b t"],
+    dtype: Any,
+    position_ids: Integer[Array, "b t"] | None = None,
 ) -> Float[Array, "b t width"]:
     """Look up token embeddings and add positional embeddings in float32.
 
@@ -29,28 +33,35 @@ def embed_tokens(
 
     Args:
       table: [v, width], token embeddings, floating.
-      positions: [t, width], positional embeddings, floating.
+      positions: [n, width], positional embeddings, floating; n = t without `position_ids`.
       tokens: integer [b, t], token ids. An id of v or more gives NaN embeddings.
       dtype: dtype of the result.
+      position_ids: integer [b, t], below n; None: token i is at position i.
 
     Returns:
       [b, t, width] in `dtype`.
     """
     rows = jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan).astype(jnp.float32)
-    return (rows + positions[None].astype(jnp.float32)).astype(dtype)
+    shifts = positions[None] if position_ids is None else positions[position_ids]
+    return (rows + shifts.astype(jnp.float32)).astype(dtype)
 
 
-def _embed_forward(table: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
-    return embed_tokens(table, positions, tokens, dtype), (table, positions, tokens)
+def _embed_forward(
+    table: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any, position_ids: jax.Array | None
+) -> tuple[jax.Array, tuple]:
+    return embed_tokens(table, positions, tokens, dtype, position_ids), (table, positions, tokens, position_ids)
 
 
 def _embed_backward(
-    dtype: Any, saved: tuple[jax.Array, ...], cotangent: Float[Array, "b t width"]
-) -> tuple[Float[Array, "v width"], Float[Array, "t width"], None]:
-    table, positions, tokens = saved
+    dtype: Any, saved: tuple[Any, ...], cotangent: Float[Array, "b t width"]
+) -> tuple[Float[Array, "v width"], Float[Array, "n width"], None, None]:
+    table, positions, tokens, position_ids = saved
     d_table = _sum_over_devices(tokens, cotangent, len(table)).astype(table.dtype)
-    d_positions = jnp.sum(cotangent, axis=0, dtype=jnp.float32).astype(positions.dtype)
-    return d_table, d_positions, None
+    if position_ids is None:
+        d_positions = jnp.sum(cotangent, axis=0, dtype=jnp.float32)
+    else:
+        d_positions = _sum_over_devices(position_ids, cotangent, len(positions))
+    return d_table, d_positions.astype(positions.dtype), None, None
 
 
 embed_tokens.defvjp(_embed_forward, _embed_backward)

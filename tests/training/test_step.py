@@ -13,6 +13,7 @@ import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from infcl_jax.data import Augmentation
+from infcl_jax.data.packing import Packing
 from infcl_jax.grad_cache import Replay
 from infcl_jax.losses import Loss, LossOutput
 from infcl_jax.models import TOWERS
@@ -124,6 +125,38 @@ def test_a_step_depends_on_neither_devices_nor_implementation(linear, linear_ste
 def test_gradient_caching_makes_the_same_step(request, clip_step, model, devices, cache):
     state = request.getfixturevalue(model)
     assert_same_step(stepper(devices, **cache)(state), clip_step(state), state)
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Batch of texts of different lengths."""
+    batch, step = runs.batch(BATCH), np.arange(runs.CONTEXT)
+    lengths = np.random.default_rng(0).integers(2, runs.CONTEXT, (BATCH, 1))
+    text = np.where(step == lengths - 1, 258, np.where(step < lengths, batch["text"], 0)).astype(np.int32)
+    return batch | {"text": text}
+
+
+@pytest.fixture(scope="module")
+def ragged_step(clip, ragged):
+    return stepper(1, batch=ragged)(clip)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cache"),
+    [
+        (1, {}),
+        (4, {}),
+        (1, {"chunk_size": 12, "keep": 1}),
+        (4, {"chunk_size": 16}),
+        (8, {"chunk_size": 16, "offload": "host", "keep_residual": True}),
+    ],
+    ids=str,
+)
+def test_packed_texts_make_the_same_step(clip, ragged, ragged_step, devices, cache):
+    block = BATCH // devices
+    packing = Packing(row_length=64, rows=block, shard=cache.get("chunk_size", BATCH) // devices)
+    packed = packing.pack(ragged["text"], clip.apply_fn.__self__.text.lengths(ragged["text"]), block)
+    assert_same_step(stepper(devices, batch=ragged | {"text": packed}, **cache)(clip), ragged_step, clip)
 
 
 @pytest.fixture(scope="module")

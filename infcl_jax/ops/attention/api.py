@@ -1,16 +1,18 @@
 """Scaled dot-product attention on Hopper kernels, cuDNN or plain XLA."""
 
 import functools
+import operator
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from infcl_jax.ops.common import gpu
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device, rows_for_kernels
 from infcl_jax.ops.linear import contract
+from infcl_jax.ops.packing import in_span
 
 AttentionImplementation = Literal["xla", "cudnn", "mosaic_gpu"]
 Heads = Float[Array, "b t heads d"]  # queries, keys and values of all positions
@@ -177,6 +179,7 @@ def attend(
     causal: bool,
     padding: int = 0,
     key_mask: Bool[Array, "b t"] | None = None,
+    spans: tuple[Int32[Array, "b t"], Int32[Array, "b t"]] | None = None,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "b t heads d"]:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with a float32 softmax.
@@ -188,6 +191,8 @@ def attend(
       padding: number of trailing positions that are masked as keys, see `padding_for`; their results are arbitrary.
       key_mask: bool [b, t], False for keys that no query attends to; None for none. Only XLA supports it, and every
         query needs a key.
+      spans: first position to which each query attends and the one after the last, int32 [b, t]; None for all. Only XLA
+        supports them, and every query needs a key.
       implementation: "xla", "cudnn" for the kernel of `jax.nn.dot_product_attention`, or "mosaic_gpu" for the Hopper
         kernels of `pallas_mosaic_gpu`; None for `best_attention`.
 
@@ -200,7 +205,7 @@ def attend(
     """
     b, t, heads, channels = qkv[0].shape
     shape = (b, t, heads // 3 if len(qkv) == 1 else heads, channels)
-    if key_mask is not None:
+    if key_mask is not None or spans is not None:
         _check_masked(implementation, shape, qkv[0].dtype)
         implementation = "xla"
     implementation = implementation or best_attention(shape, qkv[0].dtype)
@@ -212,9 +217,12 @@ def attend(
     query, key, value = jnp.split(qkv[0], 3, axis=2) if len(qkv) == 1 else qkv
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
-    mask = jnp.tri(t, dtype=bool)[None, None] if causal else None
+    masks = [jnp.tri(t, dtype=bool)[None, None]] if causal else []
     if key_mask is not None:
-        mask = key_mask[:, None, None] if mask is None else mask & key_mask[:, None, None]
+        masks.append(key_mask[:, None, None])
+    if spans is not None:
+        masks.append(in_span(*spans)[:, None])
+    mask = functools.reduce(operator.and_, masks) if masks else None
     return xla_attention(query, key, value, mask, channels**-0.5)
 
 
@@ -258,9 +266,9 @@ def attend_from(
 def _check_masked(implementation: AttentionImplementation | None, shape: tuple[int, ...], dtype: Any) -> None:
     """Check that masked attention may run in XLA, and log a fallback from kernels."""
     if implementation not in (None, "xla"):
-        raise ValueError(f"expected attention 'xla' or None with a mask of keys, got {implementation!r}; choose None")
+        raise ValueError(f"expected attention 'xla' or None with masked keys, got {implementation!r}; choose None")
     if implementation is None and best_attention(shape, dtype) != "xla":
-        gpu.log_fallback("attention", "sequences with a mask of keys", "sequences without one")
+        gpu.log_fallback("attention", "sequences with masked keys", "sequences without")
 
 
 def _check_mosaic(shape: tuple[int, ...], dtype: Any) -> None:

@@ -1,0 +1,145 @@
+"""Packing of short sequences: several sequences in each row of tokens, so that padding is not computed.
+
+A sequence is a run of tokens of one row. It attends only to itself, its positions start at 0, and its feature is taken
+at one of its tokens. The results are those of padded sequences, up to rounding.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int32, Integer
+
+from infcl_jax.ops.common.sharding import automatic_axes, on_each_device
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens", "row", "offset", "length"),
+    meta_fields=("row_length", "rows", "shard"),
+)
+@dataclasses.dataclass(frozen=True)
+class PackedTokens:
+    """Padded sequences, each with its place in the rows of its shard.
+
+    The arrays have one row per sequence, so they are sharded and cut into chunks like padded sequences. A shard is what
+    one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.pack` makes
+    the plan.
+
+    Attributes:
+      tokens: integer [b, t], token ids.
+      row: int32 [b], row of each sequence in its shard.
+      offset: int32 [b], position of its first token in the row.
+      length: int32 [b], number of its tokens, at least 1.
+      row_length: tokens of a row.
+      rows: rows of a full shard.
+      shard: sequences of a full shard; fewer sequences get rows in proportion.
+    """
+
+    tokens: Integer[Array, "b t"]
+    row: Int32[Array, "b"]
+    offset: Int32[Array, "b"]
+    length: Int32[Array, "b"]
+    row_length: int
+    rows: int
+    shard: int
+
+    def unpacked(self) -> "PackedRows":
+        """Lay out the rows of every shard, on the device."""
+        devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in automatic_axes())
+        rows = rows_of(len(self.tokens) // devices, self.rows, self.shard)
+        lay_out = functools.partial(_lay_out, shape=(rows, self.row_length))
+        return PackedRows(*_on_each_shard(lay_out)(self.tokens, self.row, self.offset, self.length))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("tokens", "start", "stop", "first", "last"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Rows of tokens of all shards.
+
+    A token that belongs to no sequence is a sequence of its own.
+
+    Attributes:
+      tokens: integer [r, l], token ids.
+      start: int32 [r, l], position in the row of the first token of each token's sequence.
+      stop: int32 [r, l], position after the last one.
+      first: int32 [b], index of each sequence's first token among all tokens of its shard.
+      last: int32 [b], index of its last token.
+    """
+
+    tokens: Integer[Array, "r l"]
+    start: Int32[Array, "r l"]
+    stop: Int32[Array, "r l"]
+    first: Int32[Array, "b"]
+    last: Int32[Array, "b"]
+
+    @property
+    def positions(self) -> Int32[Array, "r l"]:
+        """Position of each token in its sequence."""
+        return jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - self.start
+
+    def take(self, states: Float[Array, "tokens width"], index: Int32[Array, "b"]) -> Float[Array, "b width"]:
+        """Gather the states of one token of each sequence, `index` being `first` or `last`."""
+        return _on_each_shard(_take)(states, index)
+
+    def mean(self, states: Float32[Array, "r l width"]) -> Float32[Array, "b width"]:
+        """Return the mean of the states of each sequence, in float32."""
+        same = in_span(self.start, self.stop).astype(jnp.float32)
+        sums = jnp.einsum("rij,rjw->riw", same, states, precision=jax.lax.Precision.HIGHEST)
+        count = (1 + self.last - self.first).astype(jnp.float32)
+        return self.take(sums.reshape(-1, sums.shape[-1]), self.first) / count[:, None]
+
+
+def rows_of(sequences: int, rows: int, shard: int) -> int:
+    """Return the number of rows for some sequences, if a full shard of `shard` sequences has `rows`."""
+    return -(-rows * sequences // shard)
+
+
+def in_span(start: Int32[Array, "r l"], stop: Int32[Array, "r l"]) -> Bool[Array, "r l l"]:
+    """Return whether token j of a row is in the sequence of token i, at [row, i, j]."""
+    j = jnp.arange(start.shape[1])[None, None]
+    return (j >= start[:, :, None]) & (j < stop[:, :, None])
+
+
+def _lay_out(
+    tokens: jax.Array, row: jax.Array, offset: jax.Array, length: jax.Array, *, shape: tuple[int, int]
+) -> tuple[jax.Array, ...]:
+    """Lay out the rows of one shard, see `PackedRows`."""
+    row_length = shape[1]
+    first = row * row_length + offset
+    step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    index = jnp.where(step < length[:, None], first[:, None] + step, math.prod(shape))  # padding is dropped
+
+    def place(values: jax.Array, others: jax.Array) -> jax.Array:
+        others = jnp.broadcast_to(others, shape).reshape(-1)
+        values = jnp.broadcast_to(values, index.shape).astype(others.dtype)
+        return others.at[index].set(values, mode="drop").reshape(shape)
+
+    positions = jnp.arange(row_length, dtype=jnp.int32)
+    start, stop = place(offset[:, None], positions), place((offset + length)[:, None], positions + 1)
+    return place(tokens, jnp.zeros((), tokens.dtype)), start, stop, first, first + length - 1
+
+
+def _on_each_shard(function: Callable) -> Callable:
+    spec = PartitionSpec(automatic_axes())
+    return on_each_device(function, spec, spec)
+
+
+@jax.custom_vjp
+def _take(states: jax.Array, index: jax.Array) -> jax.Array:
+    """Gather rows of distinct indices, with a gradient that adds nothing."""
+    return states[index]
+
+
+def _take_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
+    states, index = saved
+    return jnp.zeros_like(states).at[index].set(cotangent, unique_indices=True), None
+
+
+_take.defvjp(lambda states, index: (_take(states, index), (states, index)), _take_backward)

@@ -1,0 +1,111 @@
+"""Packed texts: the features and gradients of padded ones, for any tower that ignores padding, devices and chunks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from towers import random_variables
+
+from infcl_jax.data.packing import Packing
+from infcl_jax.models import Bert, TextTransformer
+from infcl_jax.models.transformer_config import TransformerConfig
+
+B, T, ROW, VOCAB = 16, 12, 24, 30
+RAGGED = np.random.default_rng(0).integers(1, T + 1, B)
+LENGTHS = {
+    "ragged": RAGGED,
+    "all full": np.full(B, T),
+    "all empty": np.ones(B, int),
+    "one long": np.where(np.arange(B) == 3, T, 1),
+    "full rows": np.tile([T, T // 2, T // 2], B)[:B],
+}
+TOWERS = {
+    "CLIP": functools.partial(TextTransformer, context_length=T, end_token=VOCAB - 1),
+    "CLIP by the largest id": functools.partial(TextTransformer, context_length=T),
+    **{f"BERT {pool}": functools.partial(Bert, context_length=T, pool=pool) for pool in ("cls", "pooler", "mean")},
+}
+
+
+def tower(name, **changes):
+    causal = name.startswith("CLIP")
+    config = TransformerConfig(**({"width": 16, "layers": 2, "heads": 2, "causal": causal} | changes))
+    return TOWERS[name](config, embed_dim=6, vocab_size=VOCAB)
+
+
+def texts(lengths):
+    """Texts that end with the largest id, after which CLIP's tokenizer pads with zeros."""
+    tokens = np.random.default_rng(1).integers(2, VOCAB - 1, (B, T)).astype(np.int32)
+    step = np.arange(T)
+    tokens[step == lengths[:, None] - 1] = VOCAB - 1
+    return np.where(step < lengths[:, None], tokens, 0).astype(np.int32)
+
+
+@functools.cache
+def value_and_gradients(name, devices, **changes):
+    """Features of a tower, and the gradients of a weighted sum of them, as a compiled function of the texts."""
+    model, mesh = tower(name, **changes), oracle.mesh_of(devices)
+    params = random_variables(model, texts(RAGGED), scale=0.3)["params"]
+    weight = np.random.default_rng(2).standard_normal((B, 6)).astype(np.float32)
+
+    def weighted(params, tokens):
+        features = model.apply({"params": params}, tokens)
+        return jnp.sum(features * weight), features
+
+    @jax.jit
+    def run(tokens):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            (_, features), gradients = jax.value_and_grad(weighted, has_aux=True)(params, tokens)
+        return features, gradients
+
+    return lambda tokens: jax.device_get(run(jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))))
+
+
+def assert_close(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert oracle.relative_error(a, b) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "changes"),
+    [
+        *((name, 1, {}) for name in TOWERS),
+        ("CLIP", 4, {}),
+        ("BERT mean", 8, {}),
+        ("CLIP", 1, {"remat": "dots"}),
+        ("BERT cls", 1, {"remat": "full"}),
+    ],
+)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_features_and_gradients_are_those_of_padded_texts(name, devices, changes, lengths):
+    tokens, block = texts(lengths), B // devices
+    counted = tower(name).lengths(tokens)
+    np.testing.assert_array_equal(counted, lengths)
+    packed = Packing(ROW, rows=block, shard=block).pack(tokens, counted, block)
+    run = value_and_gradients(name, devices, **changes)
+    assert_close(run(packed), run(tokens))
+
+
+def test_a_text_without_end_token_has_the_feature_of_its_first_token():
+    tokens = np.full((B, T), 5, np.int32)
+    counted = tower("CLIP").lengths(tokens)
+    assert counted.tolist() == [1] * B
+    packed = Packing(ROW, rows=1, shard=B).pack(tokens, counted, B)
+    run = value_and_gradients("CLIP", 1)
+    assert_close(run(packed), run(tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal": False}, "expected padded texts, since this tower attends to padding, got packed ones"),
+        ({"dropout": 0.1}, "expected dropout 0 in training with packed texts, got 0.1; pad the texts"),
+    ],
+)
+def test_towers_that_need_padding_refuse_packed_texts(changes, message):
+    packed = Packing(ROW, rows=B, shard=B).pack(texts(RAGGED), RAGGED, B)
+    with pytest.raises(ValueError, match=message):
+        tower("CLIP", **changes).init(jax.random.key(0), packed, train=True)

@@ -67,8 +67,7 @@ class SelfAttention(nn.Module):
         out_kernel, out_bias = Dense(c, c.width, c.residual_std, name="out_proj").weights(c.width)
         if position is None or packed is not None:
             spans = None if packed is None else (packed.start, packed.stop)
-            unmasked = key_mask is None and spans is None
-            qkv = self._project(x, kernel, query_bias, c.attention if unmasked else "xla")
+            qkv = self._project(x, kernel, query_bias, c.attention if key_mask is None else "xla")
             masks = {"causal": c.causal, "padding": self.padding, "key_mask": key_mask, "spans": spans}
             y = attend(*qkv, **masks, implementation=c.attention).reshape(-1, c.width)
             if position is not None:

@@ -94,23 +94,27 @@ def _cudnn_attention(query: Heads, key: Heads, value: Heads, causal: bool, paddi
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _mosaic_attention(packed: Float[Array, "b t qkv_heads d"], causal: bool) -> Heads:
-    """Attention of packed [b, t, 3 heads, d] on the Hopper kernels."""
-    return _mosaic_forward(packed, causal)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _mosaic_attention(packed: Float[Array, "b t qkv_heads d"], spans: tuple[jax.Array, ...], causal: bool) -> Heads:
+    """Attention of packed [b, t, 3 heads, d] on the Hopper kernels; `spans` are those of `attend`, or none."""
+    return _mosaic_forward(packed, spans, causal)[0]
 
 
-def _mosaic_forward(packed: Float[Array, "b t qkv_heads d"], causal: bool) -> tuple[Heads, tuple[jax.Array, ...]]:
+def _mosaic_forward(
+    packed: Float[Array, "b t qkv_heads d"], spans: tuple[jax.Array, ...], causal: bool
+) -> tuple[Heads, tuple[Any, ...]]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
-    out, lse = _call_mosaic(pallas_mosaic_gpu.forward, causal, packed)
-    return out, (packed, out, lse)
+    spans = pallas_mosaic_gpu.padded_spans(*spans) if spans else ()
+    out, lse = _call_mosaic(pallas_mosaic_gpu.forward, causal, packed, *spans)
+    return out, (packed, out, lse, spans)
 
 
-def _mosaic_backward(causal: bool, saved: tuple[jax.Array, ...], d_out: Heads) -> tuple[jax.Array, ...]:
+def _mosaic_backward(causal: bool, saved: tuple[Any, ...], d_out: Heads) -> tuple[Any, ...]:
     from infcl_jax.ops.attention import pallas_mosaic_gpu
 
-    return _call_mosaic(pallas_mosaic_gpu.backward, causal, *saved, d_out)
+    packed, out, lse, spans = saved
+    return *_call_mosaic(pallas_mosaic_gpu.backward, causal, packed, out, lse, d_out, *spans), (None,) * len(spans)
 
 
 _mosaic_attention.defvjp(_mosaic_forward, _mosaic_backward)
@@ -191,8 +195,8 @@ def attend(
       padding: number of trailing positions that are masked as keys, see `padding_for`; their results are arbitrary.
       key_mask: bool [b, t], False for keys that no query attends to; None for none. Only XLA supports it, and every
         query needs a key.
-      spans: first position to which each query attends and the one after the last, int32 [b, t]; None for all. Only XLA
-        supports them, and every query needs a key.
+      spans: first position to which each query attends and the one after the last, int32 [b, t], neither decreasing
+        along t; None for all. cuDNN does not support them, and every query needs a key.
       implementation: "xla", "cudnn" for the kernel of `jax.nn.dot_product_attention`, or "mosaic_gpu" for the Hopper
         kernels of `pallas_mosaic_gpu`; None for `best_attention`.
 
@@ -205,15 +209,18 @@ def attend(
     """
     b, t, heads, channels = qkv[0].shape
     shape = (b, t, heads // 3 if len(qkv) == 1 else heads, channels)
-    if key_mask is not None or spans is not None:
+    if key_mask is not None:
         _check_masked(implementation, shape, qkv[0].dtype)
         implementation = "xla"
-    implementation = implementation or best_attention(shape, qkv[0].dtype)
+    if spans is not None and implementation == "cudnn":
+        raise ValueError("expected attention 'xla', 'mosaic_gpu' or None with spans, got 'cudnn'; choose None")
+    best = implementation or best_attention(shape, qkv[0].dtype)
+    implementation = "xla" if spans is not None and best == "cudnn" else best
     if padding and implementation != "cudnn":
         raise ValueError(f"expected no padding for attention {implementation!r}, got {padding}; see padding_for")
     if implementation == "mosaic_gpu":
         _check_mosaic(shape, qkv[0].dtype)
-        return _mosaic_attention(jnp.concatenate(qkv, axis=2), causal)
+        return _mosaic_attention(jnp.concatenate(qkv, axis=2), () if spans is None else spans, causal)
     query, key, value = jnp.split(qkv[0], 3, axis=2) if len(qkv) == 1 else qkv
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value, causal, padding)
@@ -266,9 +273,9 @@ def attend_from(
 def _check_masked(implementation: AttentionImplementation | None, shape: tuple[int, ...], dtype: Any) -> None:
     """Check that masked attention may run in XLA, and log a fallback from kernels."""
     if implementation not in (None, "xla"):
-        raise ValueError(f"expected attention 'xla' or None with masked keys, got {implementation!r}; choose None")
+        raise ValueError(f"expected attention 'xla' or None with a mask of keys, got {implementation!r}; choose None")
     if implementation is None and best_attention(shape, dtype) != "xla":
-        gpu.log_fallback("attention", "sequences with masked keys", "sequences without")
+        gpu.log_fallback("attention", "sequences with a mask of keys", "sequences without one")
 
 
 def _check_mosaic(shape: tuple[int, ...], dtype: Any) -> None:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int32
 
 from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
     CHANNELS,
+    SPANS,
     TILE,
     WGMMA_LAYOUT,
     Array,
@@ -31,6 +32,7 @@ from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
 
 LONGEST = 5 * TILE  # positions; SMEM holds the five operands of the backward pass up to this length
 UNROLLED = 2  # largest number of query tiles for which the dK, dV loop is unrolled
+LOWEST = -1e30  # a maximum below all scores
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 SUPPORTED = f"bf16 or fp16, at most {LONGEST} positions and heads of {CHANNELS} channels"
 ROW, COLUMN = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
@@ -41,14 +43,25 @@ def accepts(positions: int, channels: int, dtype: Any) -> bool:
     return 0 < positions <= LONGEST and channels == CHANNELS and jnp.dtype(dtype) in DTYPES
 
 
+def padded_spans(
+    start: Int32[Array, "b t"], stop: Int32[Array, "b t"]
+) -> tuple[Int32[Array, "b padded_t"], Int32[Array, "b padded_t"]]:
+    """Pad the spans of `attend` to whole tiles; a padded query attends to itself."""
+    b, t = start.shape
+    rest = jnp.broadcast_to(jnp.arange(t, t + -t % TILE, dtype=jnp.int32), (b, -t % TILE))
+    return jnp.concatenate([start, rest], 1), jnp.concatenate([stop, rest + 1], 1)
+
+
 @functools.partial(jax.jit, static_argnames=("causal", "sm_count"))
 def forward(
-    packed: Float[Array, "b t qkv_heads d"], *, causal: bool, sm_count: int
+    packed: Float[Array, "b t qkv_heads d"], *spans: Int32[Array, "b padded_t"], causal: bool, sm_count: int
 ) -> tuple[Float[Array, "b t heads d"], Float32[Array, "b*heads padded_t"]]:
     """Scaled dot-product attention with an online float32 softmax.
 
     Args:
       packed: [b, t, 3 heads, 64], bf16 or fp16, the heads of queries, keys and values in that order, see `accepts`.
+      *spans: none, or the two of `padded_spans`. Starts and stops must not decrease within a sequence, so that tiles
+        outside the spans are skipped.
       causal: whether a position attends only to positions up to its own.
       sm_count: number of SMs of the GPU.
 
@@ -82,7 +95,7 @@ def forward(
                 s = pl.run_scoped(scores, plgpu.ACC((TILE, width), jnp.float32))
                 if last:  # the last wgmma that reads keys is complete, so the next head's keys may be loaded
                     pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, "key"))
-                if causal or last:
+                if causal or last or spans:
                     s = head.mask(s, i * TILE, j * TILE, causal, -math.inf)
                 # Softmax
                 m_next = jnp.maximum(m_i, s.max(1) * log2_scale)
@@ -93,8 +106,13 @@ def forward(
                 plgpu.wgmma(acc, _left_operand(p, packed.dtype), head["value"].at[head.tile(j)])
                 return m_next, l_i * alpha + p.sum(1)
 
-            l_0, m_0 = (plgpu.layout_cast(jnp.full((TILE,), v, jnp.float32), ROW) for v in (0.0, -math.inf))
+            # With spans, a query may see no key in the first tiles; its maximum stays finite there.
+            l_0, m_0 = (plgpu.layout_cast(jnp.full((TILE,), v, jnp.float32), ROW) for v in (0.0, LOWEST))
             pl.when(i < pipeline.team)(functools.partial(head.wait, "value"))
+            if spans:
+                first, last = head.key_tiles(i, causal)
+                carry = lax.fori_loop(first, last, key_tile, (m_0, l_0))
+                return *key_tile(last, carry, last=True), acc[...]
             carry = lax.fori_loop(0, pipeline.tiles - 1, key_tile, (m_0, l_0))
             return *key_tile(pipeline.tiles - 1, carry, pipeline.last_width, last=True), acc[...]
 
@@ -113,7 +131,8 @@ def forward(
         "out": jax.ShapeDtypeStruct((b, t, heads // 3, d), packed.dtype),
         "lse": jax.ShapeDtypeStruct((pipeline.batch_heads, pipeline.rows), jnp.float32),
     }
-    outputs = pipeline.run(body, streamed, {"packed": packed}, results, release_after=("query", "value"))
+    operands = {"packed": packed} | dict(zip(SPANS, spans, strict=False))
+    outputs = pipeline.run(body, streamed, operands, results, release_after=("query", "value"))
     return outputs["out"], outputs["lse"]
 
 
@@ -123,7 +142,7 @@ def backward(
     out: Float[Array, "b t heads d"],
     lse: Float32[Array, "b*heads padded_t"],
     d_out: Float[Array, "b t heads d"],
-    *,
+    *spans: Int32[Array, "b padded_t"],
     causal: bool,
     sm_count: int,
 ) -> tuple[Float[Array, "b t qkv_heads d"]]:
@@ -132,7 +151,7 @@ def backward(
     Returns:
       The cotangent of `packed`, deterministic, since sums have a fixed order.
     """
-    operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse}
+    operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse} | dict(zip(SPANS, spans, strict=False))
     pipeline = HeadPipeline.of(packed, sm_count, vectors=2, warpgroups=2)
     streamed = {name: HeadSlice(name) for name in ("out", "d_out")} | pipeline.packed
     d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in pipeline.packed.items()}
@@ -164,15 +183,19 @@ def backward(
                     plgpu.wgmma(s, head["query"].at[rows], head["key"].at[keys].T)
                     plgpu.wgmma(dp, head["d_out"].at[rows], head["value"].at[keys].T)
                     p = jnp.exp2(_load_first(s) * log2_scale - _broadcast(lse, 0, s))
-                    if causal or last:
+                    if causal or last or spans:
                         p = head.mask(p, i * TILE, j * TILE, causal, 0.0)
                     ds = p * (dp[...] - _broadcast(delta, 0, s))
                     plgpu.wgmma(dq, _left_operand(ds, dtype), head["key"].at[head.tile(j)])
 
                 pl.run_scoped(accumulate_tile, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
-            pl.loop(0, pipeline.tiles - 1)(functools.partial(key_tile, width=TILE, last=False))
-            key_tile(pipeline.tiles - 1, pipeline.last_width, last=True)
+            if spans:
+                first, last = head.key_tiles(i, causal)
+                pl.loop(first, last + 1)(functools.partial(key_tile, width=TILE, last=False))
+            else:
+                pl.loop(0, pipeline.tiles - 1)(functools.partial(key_tile, width=TILE, last=False))
+                key_tile(pipeline.tiles - 1, pipeline.last_width, last=True)
             return dq[...]
 
         dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, CHANNELS), jnp.float32))
@@ -197,7 +220,7 @@ def backward(
                         plgpu.load(head.vectors.at[n, queries], layout=COLUMN, optimized=False) for n in (0, 1)
                     )
                     p = jnp.exp2(_load_first(s) * log2_scale - _broadcast(lse, 1, s))
-                    if causal:
+                    if causal or spans:
                         p = head.mask(p, i * TILE, j * TILE, causal, 0.0, transposed=True)
                     plgpu.wgmma(dv, _left_operand(p, dtype), head["d_out"].at[head.tile(j)])
                     ds = p * (_load_first(dp) - _broadcast(delta, 1, s))
@@ -205,7 +228,10 @@ def backward(
 
                 pl.run_scoped(accumulate_tile, *2 * (plgpu.ACC((TILE, width), jnp.float32),))
 
-            if pipeline.tiles <= UNROLLED:
+            if spans:
+                first, last = head.query_tiles(i, causal)
+                pl.loop(first, last + 1)(functools.partial(query_tile, width=TILE))
+            elif pipeline.tiles <= UNROLLED:
                 for j in range(pipeline.tiles - 1):
                     query_tile(j, TILE)
                 query_tile(pipeline.tiles - 1, pipeline.last_width)

@@ -7,7 +7,9 @@ warpgroup.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from infcl_jax.ops.common import gpu
 CHANNELS = gpu.SWIZZLE_BYTES // 2  # 16-bit channels of a head
 TILE = 64  # positions of a query or key tile
 MAX_BARRIERS = 32  # largest number of barriers in one array, a limit of Mosaic GPU
+SPANS = ("start", "stop")  # operands of the first position of each position's sequence, and the one after the last
 SYNC_POINTS = ("statistics", "queries")  # phases of a kernel body after which the warpgroups of a team may synchronize
 WGMMA_K = 16  # positions; the contracted dimension of a 16-bit wgmma is a multiple of it
 ATOM = 8  # positions; a copy into tiled SMEM takes a multiple of it
@@ -357,10 +360,47 @@ class Head:
           causal: whether to apply the causal mask, which also hides padded keys from valid queries, instead of the mask
             of padded keys.
           value: value of masked pairs.
-          transposed: whether rows are keys and columns are queries; only with `causal`.
+          transposed: whether rows are keys and columns are queries; only with `causal` or spans.
         """
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=WGMMA_LAYOUT) for axis in (0, 1))
-        if not causal:
+        if not causal and not self.has_spans:
             return jnp.where(columns < self.pipeline.positions - column, scores, value)
         visible = rows + row <= columns + column if transposed else columns + column <= rows + row
-        return jnp.where(visible, scores, value)
+        if not self.has_spans:
+            return jnp.where(visible, scores, value)
+        # Queries and keys of a sequence have the same span, so the rows' spans serve both orientations. The causal mask
+        # implies one of the two limits.
+        limits = [visible] if causal else []
+        if not (causal and transposed):
+            limits.append(self._span("start", row, scores) <= columns + column)
+        if transposed or not causal:
+            limits.append(columns + column < self._span("stop", row, scores))
+        return jnp.where(functools.reduce(operator.and_, limits), scores, value)
+
+    def _span(self, name: str, first: Any, tile: Any) -> Array:
+        """Broadcast the starts or stops of the spans of a tile's rows, from position `first` on."""
+        rows = pl.ds(first, tile.shape[0])
+        vector = plgpu.load(self._spans(name).at[rows], layout=WGMMA_LAYOUT.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(vector, tile.shape, [0])
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether queries attend to spans of keys."""
+        return SPANS[0] in self.arrays
+
+    def key_tiles(self, i: Array, causal: bool) -> tuple[Any, Any]:
+        """Return the first and last key tile that the spans of query tile `i` touch."""
+        return self._tile_of("start", i * TILE), i if causal else self._tile_of("stop", i * TILE + TILE - 1)
+
+    def query_tiles(self, i: Array, causal: bool) -> tuple[Any, Any]:
+        """Return the first and last query tile whose spans touch key tile `i`."""
+        return i if causal else self._tile_of("start", i * TILE), self._tile_of("stop", i * TILE + TILE - 1)
+
+    def _tile_of(self, name: str, position: Array) -> Array:
+        """Return the tile of the first or last key of a query's span."""
+        key = self._spans(name)[position]
+        return lax.div(key if name == "start" else key - 1, TILE)
+
+    def _spans(self, name: str) -> Any:
+        """Reference to the starts or stops of the spans of this head's sequence, [rows]."""
+        return self.arrays[name].at[lax.div(self.batch_index, self.pipeline.heads)]

@@ -38,9 +38,23 @@ def given(b, positions, heads, dtype, scale=2.0):
     return [jnp.asarray(s * rng.standard_normal((b, positions, heads, 64)), dtype) for s in (scale, 1.0, 1.0, 1.0)]
 
 
+def spans_of(b, lengths):
+    """Spans of sequences of these lengths side by side, the same in every row."""
+    stop = np.cumsum(lengths)
+    spans = np.repeat(stop - lengths, lengths), np.repeat(stop, lengths)
+    return tuple(jnp.broadcast_to(jnp.asarray(a, jnp.int32), (b, len(a))) for a in spans)
+
+
+def exact_in_spans(arrays, lengths, causal):
+    """Attention and gradients of each sequence by itself, in float64."""
+    parts = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    exact = [exact_attention(*(a[:, part] for a in arrays), causal=causal) for part in parts]
+    return [np.concatenate(values, axis=1) for values in zip(*exact, strict=True)]
+
+
 @functools.partial(jax.jit, static_argnames=("causal", "implementation"))
-def value_and_gradients(query, key, value, cotangent, *, causal, implementation="mosaic_gpu"):
-    run = functools.partial(attend, causal=causal, implementation=implementation)
+def value_and_gradients(query, key, value, cotangent, spans=None, *, causal, implementation="mosaic_gpu"):
+    run = functools.partial(attend, causal=causal, spans=spans, implementation=implementation)
     result, pull = jax.vjp(run, query, key, value)
     return result, *pull(cotangent)
 
@@ -70,6 +84,35 @@ def test_kernels_match_float64(capsys, b, positions, heads, dtype, causal):
     with interpreted(capsys):
         outputs = jax.device_get(value_and_gradients(*arrays, causal=causal))
     assert_close(outputs, exact_attention(*arrays, causal=causal), dtype)
+
+
+SPANS = {
+    "many": (3, 20, 41, 1, 1, 30, 32),
+    "one": (128,),
+    "of tiles": (64, 64),
+    "across three": (50, 100, 42),
+    "ragged": (7, 60, 37),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lengths", "causal"),
+    [
+        ("many", True),
+        ("many", False),
+        ("across three", True),
+        ("ragged", False),
+        *(pytest.param(name, causal, marks=pytest.mark.full) for name in SPANS for causal in (True, False)),
+    ],
+)
+@pytest.mark.usefixtures("complete_interpreter")
+def test_spans_separate_sequences(capsys, lengths, causal):
+    lengths = SPANS[lengths]
+    arrays = given(1, sum(lengths), 2, BF16)
+    with interpreted(capsys):
+        outputs = jax.device_get(value_and_gradients(*arrays, spans_of(1, lengths), causal=causal))
+    assert_close(outputs, exact_in_spans(arrays, lengths, causal), BF16)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +200,18 @@ def test_devices_attend_to_their_own_sequences(monkeypatch, causal):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         outputs = value_and_gradients(*sharded, causal=causal)
     assert_close(outputs, exact_attention(*arrays, causal=causal), BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [*SPANS.values(), (77, 77, 77, 25)], ids=str)
+def test_spans_on_the_gpu_separate_sequences_and_repeat(lengths, causal):
+    if "mosaic_gpu" not in available_implementations():
+        pytest.skip("no kernels for this device")
+    arrays, spans = given(40, sum(lengths), 8, BF16), spans_of(40, lengths)
+    outputs = jax.device_get(value_and_gradients(*arrays, spans, causal=causal))
+    assert_close(outputs, exact_in_spans(arrays, lengths, causal), BF16)
+    assert runs.equal_bits(outputs, jax.device_get(value_and_gradients(*arrays, spans, causal=causal)))
 
 
 @pytest.mark.gpu

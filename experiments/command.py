@@ -15,10 +15,9 @@ from ml_collections import ConfigDict, config_flags
 from configs import saved
 from experiments import command_line
 from infcl_jax.run import sample_source
-from infcl_jax.runtime.exit_codes import RESUME, USER_ERRORS, Interrupted
+from infcl_jax.runtime.exit_codes import RESUME, USER_ERRORS, Interrupted, ignore_stop
 from infcl_jax.runtime.printable import printable
 from infcl_jax.runtime.process_watch import failures
-from infcl_jax.runtime.signals import ignore_stop
 from infcl_jax.settings import (
     SETTINGS,
     RunConfig,

@@ -18,7 +18,7 @@ from experiments import command
 from infcl_jax.planner import DEVICES
 from infcl_jax.run.plan import plan
 from infcl_jax.runtime.console import say
-from infcl_jax.runtime.jax_start import MEMORY_SHARE
+from infcl_jax.runtime.distributed import MEMORY_SHARE
 
 _DEVICE = flags.DEFINE_string(
     "device", None, f"Plan for this device: {', '.join(DEVICES)}. JAX takes {MEMORY_SHARE:.0%} of it."

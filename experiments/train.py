@@ -5,10 +5,10 @@
 On several hosts, run the same command on each, see `infcl_jax.distributed.initialize`.
 """
 
-from infcl_jax.runtime import signals
+from infcl_jax.runtime import exit_codes
 
 if __name__ == "__main__":
-    signals.leave_at_stop()  # before the imports below, which take seconds; the run replaces these handlers
+    exit_codes.leave_at_stop()  # before the imports below, which take seconds; the run replaces these handlers
 
 from experiments import command
 from infcl_jax.run.train import train_process

@@ -52,10 +52,10 @@ def pytest_configure(config):
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import, whichever test imports it first
     jax.config.update("jax_platforms", "cpu")
     from infcl_jax.runtime import compilation_cache as cache_settings
-    from infcl_jax.runtime import jax_start  # after the import hook
+    from infcl_jax.runtime import distributed  # after the import hook
 
     scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"  # as in training
-    os.environ["XLA_FLAGS"] += f" --{scheduler}={jax_start.XLA_FLAGS[scheduler]}"
+    os.environ["XLA_FLAGS"] += f" --{scheduler}={distributed.XLA_FLAGS[scheduler]}"
     if chosen != "full":  # small programs: compiling them takes longer than running them
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     # A cache until the end, for all workers and the processes that they start.

@@ -24,7 +24,7 @@ from infcl_jax.models import CLIPConfig, CLIPOutput, build_model, model_config
 from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.runtime.mesh import DATA_AXIS, replicate, shard_batch
-from infcl_jax.runtime.train_progress import peak_memory
+from infcl_jax.runtime.progress import peak_memory
 from infcl_jax.settings import RunConfig, model_changes, total_steps, with_changes
 from infcl_jax.training import (
     LOSSES,

@@ -26,7 +26,7 @@ import grain
 from absl import flags
 
 from infcl_jax.data.parallelism import free_host_memory, host_memory, shared_memory_left
-from infcl_jax.runtime.signals import ignore_stop
+from infcl_jax.runtime.exit_codes import ignore_stop
 
 _NAME = "grain-process-prefetch"  # start of the names of grain's worker processes
 _UNGUARDED = 97  # exit status of a worker that runs the main script again; no other program uses it

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from infcl_jax.runtime.jax_start import memory_share
+from infcl_jax.runtime.distributed import memory_share
 
 _MIB = 1 << 20
 
@@ -42,7 +42,7 @@ class Device(NamedTuple):
 
     @property
     def memory_limit(self) -> int:
-        """Bytes that JAX preallocates, see `infcl_jax.runtime.jax_start.memory_share`."""
+        """Bytes that JAX preallocates, see `infcl_jax.runtime.distributed.memory_share`."""
         return int(self.memory * memory_share())
 
     @property

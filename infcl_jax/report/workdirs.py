@@ -25,8 +25,7 @@ from infcl_jax.report.files import (
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.file_io import LINES_BYTES
 from infcl_jax.runtime.run_console import LOG_FILE
-from infcl_jax.runtime.workdir import CONFIG_FILE
-from infcl_jax.runtime.workdir_lock import LOCK_FILE, STALE
+from infcl_jax.runtime.workdir import CONFIG_FILE, LOCK_FILE, STALE
 from infcl_jax.settings import flattened
 from infcl_jax.training.metrics import METRICS_FILE, parse_line
 

@@ -11,12 +11,12 @@ from infcl_jax.data.parallelism import limiting_stage
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run.base import Run
 from infcl_jax.runtime.console import process_prefix
-from infcl_jax.runtime.data_wait import DataWait
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.file_io import read_json, replace_text
 from infcl_jax.runtime.outputs import Outputs, print_line
 from infcl_jax.runtime.processes import union
 from infcl_jax.runtime.run_console import RunConsole
+from infcl_jax.runtime.step_time import DataWait
 from infcl_jax.training.metrics import DATA_WAIT_SHOWN
 
 LOST_WORKERS_FILE = "lost_workers.json"

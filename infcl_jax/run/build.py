@@ -13,7 +13,7 @@ from infcl_jax.run.base import Run, make_run
 from infcl_jax.run.frozen_towers import Teacher, on_host
 from infcl_jax.run.load import load
 from infcl_jax.run.model import DEFAULT_MODEL
-from infcl_jax.runtime import compilation_cache, distributed, jax_start
+from infcl_jax.runtime import compilation_cache, distributed
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import flat_mesh, training_mesh
 from infcl_jax.runtime.process_watch import LOGS
@@ -99,7 +99,7 @@ def start_devices(config: RunConfig, workdir: str | Path | None = None) -> Mesh:
         lost_process_timeout=config.lost_process_timeout,
         log_dir=None if workdir is None else Path(workdir, LOGS),
     )
-    jax_start.start_platforms()
+    distributed.start_platforms()
     mesh = training_mesh(config.mesh)
     for name, size in (("batch_size", config.batch_size), ("evaluation.batch_size", config.evaluation.batch_size)):
         if size < 1 or size % mesh.size:

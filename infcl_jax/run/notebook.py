@@ -8,7 +8,7 @@ from typing import Any
 
 from infcl_jax.evaluation.plots import draw_curves
 from infcl_jax.run.callbacks import Callback
-from infcl_jax.runtime.live_line import in_notebook
+from infcl_jax.runtime.console import in_notebook
 from infcl_jax.runtime.processes import is_lead
 from infcl_jax.settings import RunConfig
 from infcl_jax.training import METRICS_FILE, read_metrics

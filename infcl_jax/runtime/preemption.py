@@ -18,11 +18,10 @@ from typing import Any
 
 import jax
 
-from infcl_jax.runtime.exit_codes import RESUME, Interrupted
+from infcl_jax.runtime.exit_codes import RESUME, STOP_SIGNALS, Interrupted, nothing_to_save, unignored
 from infcl_jax.runtime.file_io import open_writable
 from infcl_jax.runtime.printable import write_last_line
 from infcl_jax.runtime.processes import Channel, channel
-from infcl_jax.runtime.signals import STOP_SIGNALS, nothing_to_save, unignored
 
 _POLL = 0.5  # seconds between two looks for requests of other processes
 _AGREE_POLL = 0.05  # seconds between two looks for their answers

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from infcl_jax.runtime.live_line import LiveLine, live_line
+from infcl_jax.runtime.console import LiveLine, live_line
 from infcl_jax.runtime.outputs import AppendFile, Outputs, printers, write_stdout
 from infcl_jax.runtime.printable import printable
 

@@ -1,18 +1,18 @@
 """Training loop components: state, step, optimizer, checkpoints and metrics."""
 
-from infcl_jax.runtime.data_wait import DataWait as DataWait
-from infcl_jax.runtime.garbage import rare_garbage_collection as rare_garbage_collection
 from infcl_jax.runtime.outputs import Outputs as Outputs
 from infcl_jax.runtime.preemption import Preemption as Preemption
-from infcl_jax.runtime.profile import Profile as Profile
+from infcl_jax.runtime.progress import Pauses as Pauses
+from infcl_jax.runtime.progress import TrainProgress as TrainProgress
 from infcl_jax.runtime.run_console import LOG_FILE as LOG_FILE
 from infcl_jax.runtime.run_console import RunConsole as RunConsole
-from infcl_jax.runtime.train_progress import Pauses as Pauses
-from infcl_jax.runtime.train_progress import TrainProgress as TrainProgress
+from infcl_jax.runtime.step_time import DataWait as DataWait
+from infcl_jax.runtime.step_time import Profile as Profile
+from infcl_jax.runtime.step_time import rare_garbage_collection as rare_garbage_collection
+from infcl_jax.runtime.workdir import WorkdirLock as WorkdirLock
 from infcl_jax.runtime.workdir import load_config as load_config
 from infcl_jax.runtime.workdir import prepare_workdir as prepare_workdir
 from infcl_jax.runtime.workdir import save_config as save_config
-from infcl_jax.runtime.workdir_lock import WorkdirLock as WorkdirLock
 from infcl_jax.training.checkpoint import Checkpointer as Checkpointer
 from infcl_jax.training.checkpoint_folder import CHECKPOINTS as CHECKPOINTS
 from infcl_jax.training.frozen import UnlockedGroups as UnlockedGroups

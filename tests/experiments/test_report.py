@@ -21,7 +21,7 @@ from infcl_jax.report import read_run, read_runs, report_runs, write_report
 from infcl_jax.report.charts import thin
 from infcl_jax.runtime.environment import ENVIRONMENT_FILE
 from infcl_jax.runtime.run_console import LOG_FILE
-from infcl_jax.runtime.workdir_lock import LOCK_FILE
+from infcl_jax.runtime.workdir import LOCK_FILE
 from infcl_jax.training import METRICS_FILE
 
 HOSTILE = '<script>alert("1")</script>'

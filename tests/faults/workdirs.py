@@ -27,8 +27,7 @@ from infcl_jax import run as runs
 from infcl_jax.report import read_runs, write_report
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.outputs import Outputs
-from infcl_jax.runtime.workdir import save_config
-from infcl_jax.runtime.workdir_lock import Holder, WorkdirLock
+from infcl_jax.runtime.workdir import Holder, WorkdirLock, save_config
 from infcl_jax.settings import check_config, default_config
 from infcl_jax.training import MetricWriter, read_metrics
 from infcl_jax.training.checkpoint_folder import CheckpointFolder, read_results, write_manifest

@@ -15,8 +15,8 @@ from infcl_jax.evaluation import format_table
 from infcl_jax.evaluation.html_page import add_examples, add_table, new_page, write_html
 from infcl_jax.planner import OutOfMemory
 from infcl_jax.runtime import printable
+from infcl_jax.runtime.console import LiveLine, NotebookLine
 from infcl_jax.runtime.exit_codes import Interrupted
-from infcl_jax.runtime.live_line import LiveLine, NotebookLine
 from infcl_jax.runtime.outputs import print_line
 from infcl_jax.runtime.preemption import Preemption
 from infcl_jax.training import LOG_FILE, Outputs, RunConsole

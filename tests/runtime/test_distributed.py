@@ -22,7 +22,7 @@ def met(monkeypatch):
 def joined(monkeypatch, met):
     """The arguments of every call of `jax.distributed.initialize`."""
     calls = []
-    monkeypatch.setattr(distributed.jax_start, "set_variables", lambda **_: None)
+    monkeypatch.setattr(distributed, "set_variables", lambda **_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
     return calls
 

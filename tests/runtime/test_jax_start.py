@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from infcl_jax.runtime import jax_start
+from infcl_jax.runtime import distributed
 
 SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -21,7 +21,7 @@ def start(monkeypatch):
         monkeypatch.delenv(name)
 
     def started(platform):
-        monkeypatch.setattr(jax_start, "_started_platform", lambda: platform)
+        monkeypatch.setattr(distributed, "_started_platform", lambda: platform)
 
     started(None)
     return started
@@ -35,11 +35,11 @@ def flags():
 def test_flags_do_not_replace_those_given(start, monkeypatch, given):
     monkeypatch.setenv("XLA_FLAGS", given)
     for _ in range(2):
-        jax_start.set_variables()
+        distributed.set_variables()
     names = [flag.split("=")[0] for flag in flags()]
     assert flags()[: len(given.split())] == given.split()
     assert len(set(names)) == len(names)
-    assert {f"--{name}" for name in jax_start.XLA_FLAGS} <= set(names)
+    assert {f"--{name}" for name in distributed.XLA_FLAGS} <= set(names)
 
 
 @pytest.mark.parametrize(("given", "share"), [({}, 0.9), *(({name: "0.5"}, 0.5) for name in SHARE_NAMES)])
@@ -47,14 +47,14 @@ def test_the_share_of_memory_does_not_replace_the_one_given(start, monkeypatch, 
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
-        jax_start.set_variables()
-    assert jax_start.memory_share() == share
+        distributed.set_variables()
+    assert distributed.memory_share() == share
     # JAX refuses to be told twice.
     assert [float(os.environ[name]) for name in SHARE_NAMES if os.environ.get(name)] == [share]
 
 
-GPU_FLAGS = [f"--{name}={value}" for name, value in jax_start.XLA_FLAGS.items() if "_gpu_" in name]
-CPU_FLAGS = [f"--{name}={value}" for name, value in jax_start.XLA_FLAGS.items() if "_cpu_" in name]
+GPU_FLAGS = [f"--{name}={value}" for name, value in distributed.XLA_FLAGS.items() if "_gpu_" in name]
+CPU_FLAGS = [f"--{name}={value}" for name, value in distributed.XLA_FLAGS.items() if "_cpu_" in name]
 SHARE = f"{SHARE_NAMES[0]}=0.9"
 
 
@@ -74,16 +74,16 @@ def test_settings_that_come_too_late_are_named_once(start, monkeypatch, platform
     start(platform)
     advice = f"initialize({'gpu_decode=True' if gpu_decode else ''})"
     with pytest.warns(UserWarning) as warned:
-        jax_start.set_variables(gpu_decode=gpu_decode)
+        distributed.set_variables(gpu_decode=gpu_decode)
     message = str(warned[0].message)
     assert message.startswith(f"JAX started before these settings, which have no effect now: {' '.join(late)}. Restart")
     assert advice in message
-    jax_start.set_variables(gpu_decode=gpu_decode)  # a warning here would be an error
+    distributed.set_variables(gpu_decode=gpu_decode)  # a warning here would be an error
 
 
 def test_the_platform_of_this_process_has_started():
     jax.devices()
-    assert jax_start._started_platform() == "cpu"
+    assert distributed._started_platform() == "cpu"
 
 
 def test_initialize_sets_the_variables_and_does_not_start_jax():
@@ -103,7 +103,7 @@ def test_initialize_sets_the_variables_and_does_not_start_jax():
     [("gpuu", "'gpuu' is not in the list"), ("cuda", ""), ("cpu,gpuu", "'gpuu' is not in the list")],
 )
 def test_a_platform_without_devices_is_named(platforms, reason):
-    code = "from infcl_jax.runtime import jax_start; jax_start.start_platforms()"
+    code = "from infcl_jax.runtime import distributed; distributed.start_platforms()"
     environment = os.environ | {"JAX_PLATFORMS": platforms, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     line = done.stderr.splitlines()[-1]

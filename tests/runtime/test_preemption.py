@@ -9,8 +9,7 @@ import pytest
 from coordination import Service
 
 from infcl_jax.runtime import preemption
-from infcl_jax.runtime.exit_codes import RESUME, Interrupted
-from infcl_jax.runtime.signals import STOP_SIGNALS
+from infcl_jax.runtime.exit_codes import RESUME, STOP_SIGNALS, Interrupted
 from infcl_jax.training import Preemption
 
 SECONDS = 60  # for a thread, on a busy machine

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from infcl_jax.runtime import live_line, run_console
-from infcl_jax.runtime.live_line import LiveLine, NotebookLine
+from infcl_jax.runtime import console, run_console
+from infcl_jax.runtime.console import LiveLine, NotebookLine
 from infcl_jax.runtime.outputs import print_line
 from infcl_jax.training import LOG_FILE, Outputs, RunConsole
 
@@ -125,7 +125,7 @@ def test_the_live_line_is_that_of_the_place(monkeypatch, terminal, term, kernel,
     ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=kernel))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=print))
-    line = live_line.live_line()
+    line = console.live_line()
     assert type(line) is (kind or type(None))
 
 

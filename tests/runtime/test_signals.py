@@ -6,15 +6,14 @@ import sys
 
 import pytest
 
-from infcl_jax.runtime.exit_codes import RESUME
-from infcl_jax.runtime.signals import STOP_SIGNALS
+from infcl_jax.runtime.exit_codes import RESUME, STOP_SIGNALS
 
 PROGRAM = """
 import os, signal, sys
-from infcl_jax.runtime import signals
+from infcl_jax.runtime import exit_codes
 number = signal.Signals({number})
 signal.signal(number, {former})
-signals.leave_at_stop()
+exit_codes.leave_at_stop()
 assert "jax" not in sys.modules  # whose import takes seconds
 os.kill(os.getpid(), number)
 """

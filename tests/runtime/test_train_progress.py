@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import pytest
 
-from infcl_jax.runtime import train_progress
 from infcl_jax.training import Pauses, RunConsole, TrainProgress
 
 
@@ -98,7 +97,7 @@ def test_only_due_steps_are_measured_and_rates_span_the_interval(capsys):
 
 
 def test_everything_that_is_known_is_shown(capsys, monkeypatch):
-    monkeypatch.setattr(train_progress, "peak_memory", lambda devices: 3 * 2**29)
+    monkeypatch.setattr("infcl_jax.runtime.progress.peak_memory", lambda devices: 3 * 2**29)
     progress, clock = make_progress(devices=4, utilization=lambda rate: rate / 1000)
     norms = {"grad_norm": 5.0, "grad_norm/image": 3.0, "grad_norm/text": 4.0}
     progress.update(1, {})

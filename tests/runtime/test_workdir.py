@@ -10,7 +10,7 @@ from infcl_jax.evaluation.html_page import new_page, write_html
 from infcl_jax.evaluation.plots import _save
 from infcl_jax.evaluation.writers import append_csv, write_examples, write_json
 from infcl_jax.runtime.file_io import replace_text
-from infcl_jax.runtime.workdir_lock import LOCK_FILE, WorkdirLock
+from infcl_jax.runtime.workdir import LOCK_FILE, WorkdirLock
 from infcl_jax.training import LOG_FILE, MetricWriter, Outputs, RunConsole, load_config, prepare_workdir, save_config
 from infcl_jax.training.nonfinite import SKIPPED_FILE, Safeguards
 

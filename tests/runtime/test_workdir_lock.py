@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from infcl_jax.runtime import workdir_lock
+from infcl_jax.runtime import workdir
 from infcl_jax.runtime.exit_codes import RESUME, Interrupted
-from infcl_jax.runtime.workdir_lock import LOCK_FILE, STALE, Holder
+from infcl_jax.runtime.workdir import LOCK_FILE, STALE, Holder
 from infcl_jax.training import WorkdirLock
 
 HERE = Holder.own()
@@ -66,7 +66,7 @@ def test_a_run_waits_for_one_that_is_ending(tmp_path):
     ],
 )
 def test_locks_of_dead_processes_are_taken_over(tmp_path, monkeypatch, holder, age, flock):
-    monkeypatch.setattr(workdir_lock, "_flock", lambda file: flock)
+    monkeypatch.setattr(workdir, "_flock", lambda file: flock)
     write(tmp_path, holder, age)
     lines = []
     with WorkdirLock(tmp_path, lines.append, wait=0):
@@ -75,7 +75,7 @@ def test_locks_of_dead_processes_are_taken_over(tmp_path, monkeypatch, holder, a
 
 @pytest.mark.parametrize(("holder", "age", "flock"), [(HERE, 2 * STALE, None), (ELSEWHERE, STALE - 30, True)])
 def test_locks_of_living_processes_are_respected(tmp_path, monkeypatch, holder, age, flock):
-    monkeypatch.setattr(workdir_lock, "_flock", lambda file: flock)
+    monkeypatch.setattr(workdir, "_flock", lambda file: flock)
     write(tmp_path, holder, age)
     with pytest.raises(Interrupted, match=f"process {holder.pid} on host {holder.host}"):
         WorkdirLock(tmp_path, wait=0).__enter__()
@@ -96,7 +96,7 @@ def test_a_run_whose_lock_was_taken_over_ends(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # that of pytest reports SystemExit
-    monkeypatch.setattr(workdir_lock, "BEAT", 0.01)
+    monkeypatch.setattr(workdir, "BEAT", 0.01)
     with WorkdirLock(tmp_path) as lock:
         write(tmp_path, ELSEWHERE)
         lock._thread.join()
@@ -115,7 +115,7 @@ def test_a_lock_that_became_a_fifo_is_left_alone(tmp_path):
 @pytest.mark.parametrize("user", [0, 2**31 - 2])
 def test_a_lock_of_another_user_is_named(tmp_path, monkeypatch, user):
     (tmp_path / LOCK_FILE).touch()
-    monkeypatch.setattr(workdir_lock, "open_writable", lambda path, *_: (_ for _ in ()).throw(PermissionError(13, "")))
+    monkeypatch.setattr(workdir, "open_writable", lambda path, *_: (_ for _ in ()).throw(PermissionError(13, "")))
     monkeypatch.setattr(type(tmp_path), "stat", lambda path, **_: os.stat_result([0, 0, 0, 0, user, 0, 0, 0, 0, 0]))
     owner = "root" if user == 0 else f"user {user}"
     with pytest.raises(PermissionError, match=rf"^cannot lock workdir .* belongs to {owner}; .*delete the file, other"):
@@ -123,7 +123,7 @@ def test_a_lock_of_another_user_is_named(tmp_path, monkeypatch, user):
 
 
 def test_the_heartbeat_touches_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(workdir_lock, "BEAT", 0.01)
+    monkeypatch.setattr(workdir, "BEAT", 0.01)
     with WorkdirLock(tmp_path):
         os.utime(tmp_path / LOCK_FILE, (0, 0))
         while (tmp_path / LOCK_FILE).stat().st_mtime == 0:

@@ -21,7 +21,7 @@ from infcl_jax.runtime.console import say
 from infcl_jax.runtime.exit_codes import USER_ERRORS, Interrupted
 from infcl_jax.runtime.mesh import to_host
 from infcl_jax.runtime.outputs import Outputs, print_line
-from infcl_jax.runtime.processes import channel, is_lead, union
+from infcl_jax.runtime.processes import channel, gather, is_lead
 from infcl_jax.runtime.workdir import CONFIG_FILE
 from infcl_jax.settings import RunConfig, format_changes
 from infcl_jax.training import (
@@ -266,8 +266,8 @@ def is_evaluated(workdir: Path, step: int) -> bool:
     """Return whether the metrics have an evaluation of a step; all processes must call it."""
     path = workdir / METRICS_FILE
     lines = read_metrics(path) if is_lead() and path.exists() else []
-    evaluated = any(line["step"] == step and "loss" not in line for line in lines)  # lines of training have a loss
-    return bool(union([step] if evaluated else []))
+    # Lines of training have a loss.
+    return any(gather(any(line["step"] == step and "loss" not in line for line in lines)))
 
 
 def announce(run: Run, state: TrainState, workdir: Path, memory: StepMemory | None, data: TrainIterator) -> None:

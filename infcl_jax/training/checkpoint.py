@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from infcl_jax.runtime.console import process_prefix, say
 from infcl_jax.runtime.outputs import print_line
 from infcl_jax.runtime.processes import is_lead, union
 from infcl_jax.training.checkpoint_folder import (
@@ -20,9 +21,7 @@ from infcl_jax.training.checkpoint_folder import (
     LATEST,
     CheckpointFolder,
     Retention,
-    Say,
     add_results,
-    print_on_lead,
     split_checkpoint,
     write_manifest,
 )
@@ -81,7 +80,7 @@ class Checkpointer:
         keep_best: str | None = None,
         resume: str = LATEST,
         max_failed_saves: int = 3,
-        say: Say = print_on_lead,
+        say: Callable[[str], None] = say,
     ):
         """Open the checkpoint directory, which the first save creates.
 
@@ -348,8 +347,7 @@ class Checkpointer:
     def _fail(self, save: _Save, error: Exception) -> None:
         """Record a failure of this process and report it at once."""
         save.error = failure_reason(error)
-        process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-        print_line(f"{process}checkpoint of step {save.step} was NOT saved: {save.error}")
+        print_line(f"{process_prefix()}checkpoint of step {save.step} was NOT saved: {save.error}")
 
     def _settle(self) -> None:
         """Wait for the save in progress, so that all processes agree on its success."""

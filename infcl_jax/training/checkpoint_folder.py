@@ -18,8 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from infcl_jax.runtime.file_io import JSON_BYTES, open_regular, parse_json, read_regular
-from infcl_jax.runtime.outputs import print_line
-from infcl_jax.runtime.processes import is_lead, union
+from infcl_jax.runtime.processes import union
 
 MANIFEST = "manifest.json"
 # Custom metadata that announces a manifest. A folder with it and without the manifest was not completed.
@@ -30,8 +29,6 @@ _THREADS = 8  # hashlib releases the GIL; SHA-256 reaches 0.8 GB/s per core of a
 _DAMAGED_MANIFEST, _NO_MANIFEST, _INCOMPLETE = -1, -2, -3  # besides the numbers of damaged files
 CHECKPOINTS = "checkpoints"  # folder in the work directory
 LATEST = "latest"  # resume from the newest intact checkpoint
-
-Say = Callable[[str], None]
 
 
 class Verification(NamedTuple):
@@ -197,12 +194,6 @@ def _announced(folder: epath.Path) -> bool:
         return True
 
 
-def print_on_lead(line: str) -> None:
-    """Print a line, on the leading process only."""
-    if is_lead():
-        print_line(line)
-
-
 @dataclasses.dataclass(frozen=True)
 class Retention:
     """Checkpoints to keep.
@@ -236,7 +227,7 @@ class CheckpointFolder:
     All processes must call the methods `steps` and `intact_step` together.
     """
 
-    def __init__(self, path: epath.PathLike, say: Say):
+    def __init__(self, path: epath.PathLike, say: Callable[[str], None]):
         """Open a folder, which may not exist yet; `say` prints a line about a damaged checkpoint."""
         text = os.fspath(path)
         self.path = epath.Path(text) if "://" in text else epath.Path(text).absolute()

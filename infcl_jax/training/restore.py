@@ -16,7 +16,8 @@ import tensorstore
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.training.checkpoint_folder import CHECKPOINTS, CheckpointFolder, print_on_lead
+from infcl_jax.runtime.console import say
+from infcl_jax.training.checkpoint_folder import CHECKPOINTS, CheckpointFolder
 from infcl_jax.training.state import evaluated_variables
 
 
@@ -49,7 +50,7 @@ def restore_variables(workdir: str | os.PathLike[str], template: Any, step: int 
       ValueError: an array of the checkpoint differs from `template` in shape or dtype, or all checkpoints are damaged.
         Also if orbax cannot read the checkpoint.
     """
-    folder = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, print_on_lead)
+    folder = CheckpointFolder(epath.Path(workdir) / CHECKPOINTS, say)
     steps = folder.steps()
     if not steps or step not in (None, *steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from infcl_jax.evaluation.labeled import LabeledFeatures, check_strength, draw_order, labeled_samples
-from infcl_jax.evaluation.linear_probe import METRICS, search_regularization
+from infcl_jax.evaluation.linear_probe import METRICS, REGULARIZATIONS, search_strength
 from infcl_jax.evaluation.logistic_regression import LogisticRegressionSolver
 from infcl_jax.evaluation.metrics import classification_metrics
 from infcl_jax.runtime.mesh import data_mesh
@@ -119,6 +119,7 @@ def few_shot(
         if classifier == "ridge":
             ranks = _ridge_ranks(drawn, test, _RIDGE_REGULARIZATION if strength is None else strength)
             return classification_metrics(ranks, test.labels)[metric]
+        solver = LogisticRegressionSolver(*drawn, mesh)
         if strength is None:
             others = (position >= k) & (position < k + min(k, _MAX_VALIDATION))
             if validation_set is None and not others.any():
@@ -127,9 +128,8 @@ def few_shot(
                     " regularization or a validation set"
                 )
             held_out = train.take(others) if validation_set is None else validation_set
-            strength, _ = search_regularization(drawn, held_out, mesh, metric=metric)
-        model = LogisticRegressionSolver(*drawn, mesh).fit(strength)
-        return classification_metrics(model.ranks(*test, mesh), test.labels)[metric]
+            strength, _ = search_strength(solver.fit, held_out, mesh, metric, REGULARIZATIONS)
+        return classification_metrics(solver.fit(strength).ranks(*test, mesh), test.labels)[metric]
 
     draws = {k: tuple(test_result(k, seed + i) for i in range(repeats)) for k in shots}
     metrics: dict[str, float] = {}

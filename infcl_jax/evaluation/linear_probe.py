@@ -28,11 +28,11 @@ from infcl_jax.runtime.processes import is_lead
 
 METRICS = ("top1", "mean_per_class_recall")
 # L2 strengths of CLIP (arXiv:2103.00020, appendix A.3): 8 steps per decade from 1e-6 to 1e6.
-REGULARIZATIONS = tuple(float(strength) for strength in np.logspace(-6, 6, 97))
+REGULARIZATIONS = tuple(np.logspace(-6, 6, 97).tolist())
 
 # Constants of clip_benchmark 1.6.2's AdamW: metrics/linear_probe.py and the defaults of its command line.
 EPOCHS = 10
-WEIGHT_DECAYS = tuple(float(decay) for decay in np.logspace(-6, 2, 97))
+WEIGHT_DECAYS = tuple(np.logspace(-6, 2, 97).tolist())
 _LEARNING_RATE = 0.1
 _BATCH_SIZE = 64
 
@@ -80,7 +80,7 @@ def linear_probe(
     """Train a logistic regression on frozen features and test it.
 
     The protocol is CLIP's (Radford et al. 2021, arXiv:2103.00020, appendix A.3): L-BFGS with at most 1000
-    iterations, and an L2 strength that is searched on a validation set, see `search_regularization`. The final
+    iterations, and an L2 strength that is searched on a validation set, see `search_strength`. The final
     classifier is trained on training and validation set together. Features are used as given: CLIP probes features
     before the projection, clip_benchmark probes normalized embeddings.
 
@@ -119,7 +119,8 @@ def linear_probe(
     tried: dict[float, float] = {}
     if regularization is None:
         fit_set, held_out = hold_out(train, seed) if validation_set is None else (train, validation_set)
-        regularization, tried = search_regularization(fit_set, held_out, mesh, metric=metric, **options)
+        fit = LogisticRegressionSolver(*fit_set, mesh, **options).fit
+        regularization, tried = search_strength(fit, held_out, mesh, metric, REGULARIZATIONS)
     if validation_set is not None:
         train = train.join(validation_set)
     model = LogisticRegressionSolver(*train, mesh, **options).fit(regularization)
@@ -181,38 +182,35 @@ def adamw_probe(
     tried: dict[float, float] = {}
     if weight_decay is None and validation_set is not None:
         fit = functools.partial(_train_classifier, train, epochs, seed, mesh)
-
-        def score(decay: float) -> float:
-            ranks = fit(decay).ranks(*validation_set, mesh)
-            return classification_metrics(ranks, validation_set.labels)["top1"]
-
         # In descending order, because the smaller weight decay wins a tie in clip_benchmark.
-        weight_decay, tried = binary_search(score, WEIGHT_DECAYS[::-1])
+        weight_decay, tried = search_strength(fit, validation_set, mesh, "top1", WEIGHT_DECAYS[::-1])
     if validation_set is not None:
         train = train.join(validation_set)
     model = _train_classifier(train, epochs, seed, mesh, weight_decay or 0.0)
     return LinearProbe(classification_metrics(model.ranks(*test, mesh), test.labels), model, tried)
 
 
-def search_regularization(
-    train: LabeledFeatures, validation: LabeledFeatures, mesh: Mesh, *, metric: str, **options: Any
+def search_strength(
+    fit: Callable[[float], LinearClassifier],
+    validation: LabeledFeatures,
+    mesh: Mesh,
+    metric: str,
+    grid: Sequence[float],
 ) -> tuple[float, dict[float, float]]:
-    """Search the L2 strength with the best validation result.
+    """Search the penalty with the best validation result in a grid of 97, by `binary_search`.
 
     CLIP's parametric binary search (arXiv:2103.00020, appendix A.3) starts with 1e-6, 1e-4, ..., 1e6 and halves the
-    interval around the peak down to 8 steps per decade. Of equal results, the stronger penalty wins. Options are those
-    of `LogisticRegressionSolver`.
+    interval around the peak down to 8 steps per decade.
 
     Returns:
       The best strength, and the validation result of every strength that was tried.
     """
-    solver = LogisticRegressionSolver(*train, mesh, **options)
 
     def score(strength: float) -> float:
-        ranks = solver.fit(strength).ranks(*validation, mesh)
+        ranks = fit(strength).ranks(*validation, mesh)
         return classification_metrics(ranks, validation.labels)[metric]
 
-    return binary_search(score, REGULARIZATIONS)
+    return binary_search(score, grid)
 
 
 def binary_search(score: Callable[[float], float], grid: Sequence[float]) -> tuple[float, dict[float, float]]:

@@ -68,11 +68,11 @@ def test_all_samples_are_the_linear_probe():
 def test_search_uses_the_validation_set(monkeypatch):
     calls = []
 
-    def search(train, validation, mesh, metric):
-        calls.append((len(train.labels), np.bincount(validation.labels).tolist()))
+    def search(fit, validation, mesh, metric, grid):
+        calls.append((fit.__self__._samples, np.bincount(validation.labels).tolist()))
         return 1.0, {}
 
-    monkeypatch.setattr(sys.modules["infcl_jax.evaluation.few_shot"], "search_regularization", search)
+    monkeypatch.setattr(sys.modules["infcl_jax.evaluation.few_shot"], "search_strength", search)
     train, test = samples(60, 1), samples(12, 2)
     few_shot(*train, *test, shots=(2, 8), repeats=1)
     few_shot(*train, *test, shots=(2,), repeats=1, validation=test)

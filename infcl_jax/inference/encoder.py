@@ -12,14 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from PIL import Image
 
 from infcl_jax.data.decode.api import ImageLike, decode_image
 from infcl_jax.data.decode.pillow import MAX_PIXELS
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.data.transforms import RESIZE_MODES, SHORTEST_BICUBIC, Resize, resize_center_crop
-from infcl_jax.inference.features import Batch, TowerEncoder, encode_image_batches, encode_texts, padded_size
+from infcl_jax.inference.features import (
+    Batch,
+    TowerEncoder,
+    check_sequence,
+    encode_image_batches,
+    encode_texts,
+    padded_size,
+)
 from infcl_jax.inference.pretrained_tokenizer import save_tokenizer
 from infcl_jax.inference.prompts import Prompts, class_embeddings
 from infcl_jax.models import CLIP, CLIPConfig, config_of, save_pretrained
@@ -114,7 +120,7 @@ class Encoder:
         Raises:
           ValueError: an image cannot be decoded, or `images` is not a sequence.
         """
-        _check_sequence("images", images)
+        check_sequence("images", images)
         if len(images) == 0:
             return np.zeros((0, self.embed_dim), np.float32)
         encode = TowerEncoder(self.model, "encode_image", self.dim)
@@ -133,7 +139,7 @@ class Encoder:
         Raises:
           ValueError: `texts` is not a sequence of strings.
         """
-        _check_sequence("texts", texts)
+        check_sequence("texts", texts)
         if len(texts) == 0:
             return np.zeros((0, self.embed_dim), np.float32)
         encode = TowerEncoder(self.model, "encode_text", self.dim)
@@ -217,16 +223,13 @@ class Encoder:
 
     def fingerprint(self) -> str:
         """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""
-        digest = hashlib.sha256(repr((self.model, self.image_size, self.resize, *self._cut)).encode())
+        facts = self.model, self.image_size, self.resize, self.dim
+        digest = hashlib.sha256(repr(facts if self.dim is not None else facts[:-1]).encode())
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.variables):
             array = np.ascontiguousarray(to_host(leaf))
             digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
             digest.update(array.tobytes())
         return digest.hexdigest()
-
-    @property
-    def _cut(self) -> tuple[int, ...]:
-        return () if self.dim is None else (self.dim,)
 
     @property
     def embed_dim(self) -> int:
@@ -266,9 +269,3 @@ class Encoder:
         except Exception as error:  # image decoders raise any exception
             name = f" ({image})" if isinstance(image, str | os.PathLike) else ""
             raise ValueError(f"image {number}{name} cannot be decoded: {type(error).__name__}: {error}") from error
-
-
-def _check_sequence(name: str, values: Any) -> None:
-    """Check that inputs are a sequence and not a single one."""
-    if isinstance(values, str | bytes | os.PathLike | Image.Image) or not hasattr(values, "__len__"):
-        raise ValueError(f"expected {name} to be a list, got {type(values).__name__}; put a single one in a list")

@@ -229,6 +229,12 @@ def encode_texts(
     return np.concatenate(list(_on_host(encoded())))[: len(texts)]
 
 
+def check_sequence(name: str, values: Any) -> None:
+    """Check that inputs are a list and not a single one."""
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        raise ValueError(f"expected {name} to be a list, got {type(values).__name__}; put a single one in a list")
+
+
 def padded_size(count: int, batch_size: int, multiple: int) -> int:
     """Return the rows of the batches of `count` inputs, a multiple of the mesh size.
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from infcl_jax.data import PairTexts, Passage
 from infcl_jax.data.tokenizers.folder_settings import CONFIG_FILE
-from infcl_jax.inference.features import TowerEncoder, encode_texts
+from infcl_jax.inference.features import TowerEncoder, check_sequence, encode_texts
 from infcl_jax.models import TextPairConfig, build_model
 from infcl_jax.models.convert.text_pair import ENCODER_FOLDERS, save_text_pair
 from infcl_jax.runtime.file_io import CONFIG_BYTES, read_json
@@ -127,8 +127,7 @@ class TextEncoder:
 
 def _checked(name: str, values: Any, is_valid: Callable[[Any], bool]) -> list[Any]:
     """Check that inputs are a list of texts and not a single one."""
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-        raise ValueError(f"expected {name} to be a list, got {type(values).__name__}; put a single one in a list")
+    check_sequence(name, values)
     for i, value in enumerate(values):
         if not is_valid(value):
             pair = " or pairs of a title and a text" if name == "passages" else ""

@@ -5,7 +5,4 @@ from infcl_jax.data.tokenizers.api import load_tokenizer as load_tokenizer
 from infcl_jax.data.tokenizers.base import BaseTokenizer as BaseTokenizer
 from infcl_jax.data.tokenizers.base import Tokenizer as Tokenizer
 from infcl_jax.data.tokenizers.byte import ByteTokenizer as ByteTokenizer
-from infcl_jax.data.tokenizers.clip import CLIPTokenizer as CLIPTokenizer
-from infcl_jax.data.tokenizers.hugging_face import HuggingFaceTokenizer as HuggingFaceTokenizer
-from infcl_jax.data.tokenizers.sentence_piece import SentencePieceTokenizer as SentencePieceTokenizer
 from infcl_jax.data.tokenizers.training import train_bpe as train_bpe

@@ -11,11 +11,11 @@ from infcl_jax.planner.api import plan_memory as plan_memory
 from infcl_jax.planner.api import utilization as utilization
 from infcl_jax.planner.devices import DEVICES as DEVICES
 from infcl_jax.planner.devices import Device as Device
+from infcl_jax.planner.devices import Rates as Rates
 from infcl_jax.planner.devices import device_named as device_named
+from infcl_jax.planner.devices import rates_of as rates_of
 from infcl_jax.planner.loss import loss_time as loss_time
 from infcl_jax.planner.loss import loss_workspace as loss_workspace
-from infcl_jax.planner.rates import Rates as Rates
-from infcl_jax.planner.rates import rates_of as rates_of
 from infcl_jax.planner.report import describe_plan as describe_plan
 from infcl_jax.planner.report import explain_out_of_memory as explain_out_of_memory
 from infcl_jax.planner.report import format_plan as format_plan
@@ -37,4 +37,4 @@ from infcl_jax.planner.times import step_time as step_time
 from infcl_jax.training.compiled_step import OutOfMemory as OutOfMemory
 from infcl_jax.training.compiled_step import compiled_bytes as compiled_bytes
 from infcl_jax.training.compiled_step import device_memory_limit as device_memory_limit
-from infcl_jax.training.utilization import peak_flops as peak_flops
+from infcl_jax.training.compiled_step import peak_flops as peak_flops

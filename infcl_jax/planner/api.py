@@ -16,8 +16,7 @@ from infcl_jax.planner.activations import EncoderMemory, Linear, encoder_memory,
 from infcl_jax.planner.devices import planned_device
 from infcl_jax.planner.loss import loss_workspace
 from infcl_jax.planner.state import TeacherMemory, state_bytes
-from infcl_jax.training import NO_CACHE, GradCacheConfig, loss_class
-from infcl_jax.training import utilization as training
+from infcl_jax.training import NO_CACHE, GradCacheConfig, compiled_step, loss_class
 from infcl_jax.training.frozen import ALL_LOCKED, UnlockedGroups, check_frozen, frozen_parameters, frozen_towers
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
@@ -276,7 +275,7 @@ def plan_memory(workload: Workload, memory_limit: int | None = None) -> MemoryPl
 
 
 def utilization(workload: Workload, device_kind: str) -> Callable[[float], float | None]:
-    """Return the MFU as a function of the pairs per second, see `infcl_jax.training.utilization`.
+    """Return the MFU as a function of the pairs per second, see `infcl_jax.training.compiled_step.utilization`.
 
     Examples:
       >>> run = Workload(model=model_config("ViT-B/16"), optimizer=optax.adamw(1e-3), batch_size=1024)
@@ -296,7 +295,7 @@ def utilization(workload: Workload, device_kind: str) -> Callable[[float], float
         return lambda rate: None
     config = config_of(cast(CLIP, workload.model))
     unlocked = {name: getattr(workload.unlocked_groups, name) for name in workload.frozen}
-    return training.utilization(
+    return compiled_step.utilization(
         config, workload.batch_size, workload.devices, device_kind, unlocked, workload.precomputed
     )
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from infcl_jax.ops.common.checks import check_choice
 from infcl_jax.ops.pairwise.implementations import IMPLEMENTATIONS, TABLE
-from infcl_jax.planner.rates import Rates
+from infcl_jax.planner.devices import Rates
 
 # FLOPs for each pair and channel: the similarities, the same again in the backward pass, and both gradients.
 _PAIR_FLOPS = 8

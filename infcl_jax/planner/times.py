@@ -13,9 +13,8 @@ from infcl_jax.models.flops import group_flops
 from infcl_jax.models.registry import bert_config_of
 from infcl_jax.planner.activations import feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.api import Workload
-from infcl_jax.planner.devices import Device
+from infcl_jax.planner.devices import Device, Rates, rates_of
 from infcl_jax.planner.loss import loss_time
-from infcl_jax.planner.rates import Rates, rates_of
 from infcl_jax.planner.state import state_bytes
 from infcl_jax.planner.tower_times import TowerTime, tower_time
 from infcl_jax.training.frozen import frozen_towers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from infcl_jax.models.config import BertConfig, TextConfig, VisionConfig
 from infcl_jax.models.resnet import ResNetConfig
 from infcl_jax.ops.attention.api import mosaic_gpu_accepts
-from infcl_jax.planner.rates import Kernels, Rates
+from infcl_jax.planner.devices import Kernels, Rates
 
 Transformer = VisionConfig | TextConfig | BertConfig
 

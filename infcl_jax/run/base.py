@@ -43,11 +43,10 @@ from infcl_jax.training import (
     make_optimizer,
     make_train_step,
 )
-from infcl_jax.training.compiled_step import device_memory_limit
+from infcl_jax.training.compiled_step import device_memory_limit, utilization
 from infcl_jax.training.grad_cache import KEEP_MOST
 from infcl_jax.training.state import StateInit
 from infcl_jax.training.step import TrainStep
-from infcl_jax.training.utilization import utilization
 
 if TYPE_CHECKING:
     from infcl_jax.planner import Workload
@@ -245,7 +244,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
 
     @functools.cached_property
     def utilization(self) -> Callable[[float], float | None]:
-        """Function from pairs per second to the model FLOPs utilization, see `infcl_jax.training.utilization`."""
+        """Function from pairs per second to the model FLOPs utilization, see `compiled_step.utilization`."""
         config, kind = self.config, self.mesh.devices.flat[0].device_kind
         unlocked = {name: config.unlocked_groups[name] for name in config.frozen}
         return utilization(self.model_config, config.batch_size, self.mesh.size, kind, unlocked, self.precomputed)

@@ -8,6 +8,7 @@ from infcl_jax.settings.config import AnyConfig as AnyConfig
 from infcl_jax.settings.config import changed_settings as changed_settings
 from infcl_jax.settings.config import check_config as check_config
 from infcl_jax.settings.config import check_fixed as check_fixed
+from infcl_jax.settings.config import closest_setting as closest_setting
 from infcl_jax.settings.config import config_dict as config_dict
 from infcl_jax.settings.config import default_config as default_config
 from infcl_jax.settings.config import flattened as flattened
@@ -24,11 +25,9 @@ from infcl_jax.settings.model_overrides import model_changes as model_changes
 from infcl_jax.settings.model_overrides import parse_overrides as parse_overrides
 from infcl_jax.settings.model_overrides import precision_of_overrides as precision_of_overrides
 from infcl_jax.settings.model_overrides import resolved_precision as resolved_precision
-from infcl_jax.settings.names import closest_setting as closest_setting
 from infcl_jax.settings.run_config import SETTINGS as SETTINGS
 from infcl_jax.settings.run_config import InitConfig as InitConfig
 from infcl_jax.settings.run_config import RunConfig as RunConfig
-from infcl_jax.settings.text import SECTIONS as SECTIONS
 from infcl_jax.settings.text import format_entry as format_entry
 from infcl_jax.settings.text import format_help as format_help
 from infcl_jax.settings.text import format_markdown as format_markdown

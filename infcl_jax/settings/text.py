@@ -47,9 +47,6 @@ def _sections() -> dict[str, list[Setting]]:
     return sections
 
 
-SECTIONS = _sections()
-
-
 def format_entry(flag: str, default: Any, meaning: str) -> list[str]:
     """Format a flag with its default as lines of help."""
     lines = textwrap.wrap(meaning, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
@@ -59,7 +56,7 @@ def format_entry(flag: str, default: Any, meaning: str) -> list[str]:
 def format_help() -> str:
     """Format the table for a terminal: names with defaults, then meanings and allowed values."""
     lines = []
-    for title, section in SECTIONS.items():
+    for title, section in _sections().items():
         lines += ["", f"{title}:"]
         for setting in section:
             meaning = f"{setting.meaning} [{setting.allowed}]"
@@ -70,7 +67,7 @@ def format_help() -> str:
 def format_markdown() -> str:
     """Format the table as the Markdown page `docs/settings.md`."""
     lines = [_MARKDOWN_HEADER]
-    for title, section in SECTIONS.items():
+    for title, section in _sections().items():
         lines += [f"## {title}", "", "| setting | default | values | meaning |", "| --- | --- | --- | --- |"]
         for setting in section:
             notes = [note for note, marked in (("fixed", setting.fixed), ("evaluation", setting.evaluated)) if marked]
@@ -96,7 +93,7 @@ def format_python(config: RunConfig) -> str:
         '    """Return the settings."""',
         "    config = base.get_config()",
     ]
-    for title, section in SECTIONS.items():
+    for title, section in _sections().items():
         lines += ["", f"    # {title}"]
         for setting in section:
             value = config[setting.name]

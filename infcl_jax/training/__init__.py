@@ -23,6 +23,7 @@ from infcl_jax.training.global_contrastive import GlobalContrastiveConfig as Glo
 from infcl_jax.training.grad_cache import BATCH_OFFLOADS as BATCH_OFFLOADS
 from infcl_jax.training.grad_cache import NO_CACHE as NO_CACHE
 from infcl_jax.training.grad_cache import GradCacheConfig as GradCacheConfig
+from infcl_jax.training.grad_cache import replayed as replayed
 from infcl_jax.training.losses import LOSSES as LOSSES
 from infcl_jax.training.losses import DistillConfig as DistillConfig
 from infcl_jax.training.losses import GuideConfig as GuideConfig
@@ -39,7 +40,6 @@ from infcl_jax.training.optimizer_config import OptimizerConfig as OptimizerConf
 from infcl_jax.training.optimizers import check_optimizer as check_optimizer
 from infcl_jax.training.optimizers import learning_rate_schedule as learning_rate_schedule
 from infcl_jax.training.optimizers import make_optimizer as make_optimizer
-from infcl_jax.training.replay import replayed as replayed
 from infcl_jax.training.restore import restore_variables as restore_variables
 from infcl_jax.training.state import EMAConfig as EMAConfig
 from infcl_jax.training.state import TrainState as TrainState

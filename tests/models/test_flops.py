@@ -9,7 +9,7 @@ from infcl_jax.models import TOWERS, build_model, model_config
 from infcl_jax.models.flops import forward_flops, group_flops, step_flops
 from infcl_jax.planner import utilization
 from infcl_jax.training import UnlockedGroups, parameter_groups
-from infcl_jax.training.utilization import peak_flops
+from infcl_jax.training.compiled_step import peak_flops
 
 SHORT = {"vision.layers": 2, "text.layers": 2}
 SHAPES = {

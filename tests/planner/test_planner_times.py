@@ -204,8 +204,8 @@ def test_an_unknown_gpu_or_implementation_is_named():
 
 
 def test_the_rates_name_existing_sections():
-    """Sections of docs/archive/measurements.md that `rates.py` cites."""
-    source = " ".join((runs.ROOT / "infcl_jax" / "planner" / "rates.py").read_text().replace("    #", "").split())
+    """Sections of docs/archive/measurements.md that `devices.py` cites."""
+    source = " ".join((runs.ROOT / "infcl_jax" / "planner" / "devices.py").read_text().replace("    #", "").split())
     sections = re.findall(r'"(How [^"]+\?|Copies [^"]+\?)"', source)
     assert len(sections) >= 6
     for section in sections:

@@ -19,7 +19,7 @@ from infcl_jax.settings import (
     scaled_learning_rate,
     with_changes,
 )
-from infcl_jax.settings.names import _OTHER_NAMES
+from infcl_jax.settings.config import _OTHER_NAMES
 from infcl_jax.training import save_config
 
 CHANGES = {"batch_size": 64, "optimizer": {"learning_rate": 1, "name": "lamb"}, "augmentation.scale": [0.5, 1.0]}

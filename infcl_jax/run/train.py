@@ -161,9 +161,9 @@ class Training:
             compiled = compile_ahead(run.step, run.init.shapes, batch)
         state = self.state(run)
         # No file of a finished run changes, except for the results of an evaluation that did not end.
-        completes = not trains and self.resumes_in_place(run) and run.recorded is not None and evaluates(run.recorded)
-        completes = completes and not is_evaluated(self.workdir, start)
-        if trains or completes:
+        evaluated = self.resumes_in_place(run) and run.recorded is not None and evaluates(run.recorded)
+        writes = trains or (evaluated and not is_evaluated(self.workdir, start))
+        if writes:
             self.console.open_log(self.workdir, self.outputs)
         with contextlib.closing(self.data(run, state, trains)) as data:
             if trains and not self.resumes_in_place(run) and is_lead():  # copies of files that may move or change
@@ -180,11 +180,11 @@ class Training:
             announce(run, state, self.workdir, memory, data)
             if not trains:
                 ending = "only exported/ is written" if run.config.export else "nothing is written"
-                ending = "its last evaluation is completed" if completes else ending
+                ending = "its last evaluation is completed" if writes else ending
                 say(f"the run has all of its {start} steps: {ending}")
             with explained_out_of_memory(run, memory_limit):
-                results = self.loop(run, state, data, trains=trains, completes=completes, compiled=compiled is not None)
-        return run, data, results, trains or completes
+                results = self.loop(run, state, data, trains=trains, writes=writes, compiled=compiled is not None)
+        return run, data, results, writes
 
     def origin(self, config: RunConfig) -> tuple[Path | None, RunConfig | None]:
         """Open the log, unless the run is finished, and return folder and settings of the run to continue."""
@@ -244,17 +244,17 @@ class Training:
         return data
 
     def loop(
-        self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, completes: bool, compiled: bool
+        self, run: Run, state: TrainState, data: TrainIterator, *, trains: bool, writes: bool, compiled: bool
     ) -> dict[str, float]:
         """Run the steps that are left, or evaluate a finished run; return the results of the last evaluation.
 
-        `completes` is true for a finished run whose last evaluation did not end.
+        `writes` tells whether files of the run change: it trains, or its last evaluation did not end.
         """
         config, start, lead = run.config, int(state.step), is_lead()
         writer = MetricWriter(
             self.workdir,
             writers=config.writers,
-            lead=lead and (trains or completes),
+            lead=lead and writes,
             resume_step=start,
             outputs=self.outputs,
             settings=config.to_dict(),
@@ -291,7 +291,7 @@ class Training:
                 compiled=compiled,
             )
             try:
-                return loop.fit(state) if trains else loop.finish(state, completes)
+                return loop.fit(state) if trains else loop.finish(state, writes)
             except WorkerLost as error:
                 end = batches.end(error)
                 fail(end)

@@ -1,4 +1,7 @@
-"""Plan of packed texts: the place of each text in rows of tokens, see `infcl_jax.ops.packing`."""
+"""Plan of packed texts: the place of each text in rows of tokens.
+
+See `infcl_jax.ops.packing`.
+"""
 
 import dataclasses
 import heapq
@@ -36,7 +39,9 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: Integer[np.ndarray, "n"], shard: int, row_length: int = ROW_LENGTH) -> "Packing":
-        """Choose the rows by a profile of text lengths: as many as the fullest of some random shards needs.
+        """Choose the number of rows by a profile of text lengths.
+
+        The fullest of some random shards fits.
 
         Args:
           lengths: tokens of some texts of the dataset.
@@ -93,9 +98,10 @@ def _rows_needed(lengths: Integer[np.ndarray, "n"], row_length: int) -> int:
 def _places(
     lengths: Integer[np.ndarray, "n"], rows: int, row_length: int
 ) -> tuple[Int32[np.ndarray, "n"], Int32[np.ndarray, "n"]] | None:
-    """Place texts by best fit in decreasing length: each goes to the row with the least space that holds it.
+    """Place texts by best fit in decreasing length.
 
-    Texts of one length are placed together, so the time hardly grows with their number.
+    Each goes to the row with the least space that holds it. Texts of one length are placed together, so the time
+    hardly grows with their number.
 
     Returns:
       Row of each text and its offset there; None if the rows do not hold all.

@@ -37,7 +37,10 @@ class BertBlock(nn.Module):
         train: bool,
         packed: PackedRows | None = None,
     ) -> Float[Array, "tokens width"]:
-        """Run the block on [b * t, width] in the compute dtype; `key_mask` is False for padding, None if packed."""
+        """Run the block on [b * t, width] in the compute dtype.
+
+        `key_mask` is False for padding, None if packed.
+        """
         c = self.config
 
         def add_and_normalize(x: jax.Array, y: jax.Array, bias: jax.Array, number: int) -> jax.Array:
@@ -126,11 +129,11 @@ class Bert(nn.Module):
 
     @property
     def attends_to_padding(self) -> bool:
-        """Whether features depend on the padding of texts, so that texts cannot be packed: never."""
+        """False: no feature depends on padding, so texts can be packed."""
         return False
 
     def lengths(self, tokens: Integer[np.ndarray, "b t"]) -> Int[np.ndarray, "b"]:
-        """Return how many tokens of each text its features depend on: those up to the last that is not padding."""
+        """Count the tokens of each text without its padding, at least 1."""
         is_token = tokens != self.pad_id
         return np.where(is_token.any(1), tokens.shape[1] - is_token[:, ::-1].argmax(1), 1)
 
@@ -186,7 +189,10 @@ class BertEncoder(nn.Module):
         train: bool,
         packed: PackedRows | None = None,
     ) -> Float[Array, "b t width"]:
-        """Run the blocks on [b, t, width] in the compute dtype; `key_mask` is False for padding, None if packed."""
+        """Run the blocks on [b, t, width] in the compute dtype.
+
+        `key_mask` is False for padding, None if packed.
+        """
         c, (b, t, width) = self.config, x.shape
         block = rematerialized(BertBlock, c.remat, train_argument=3)
         x = x.reshape(b * t, width)

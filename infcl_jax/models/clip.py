@@ -258,7 +258,7 @@ def _check_image(image: jax.Array, size: int) -> None:
         raise ValueError(f"expected uint8 images or normalized floating ones, got dtype {image.dtype}; convert them")
 
 
-def _check_text(text: jax.Array, context_length: int) -> None:
+def _check_text(text: Any, context_length: int) -> None:
     if text.ndim != 2 or not 1 <= text.shape[1] <= context_length:
         raise ValueError(
             f"expected token ids [b, t] with 1 <= t <= {context_length}, got shape {text.shape}; "

@@ -118,7 +118,10 @@ def feature_projection(config: TransformerConfig, features: int, name: str, *, u
 
 
 def check_packable(tower: Any, train: bool) -> None:
-    """Raise `ValueError` if a text tower cannot encode `PackedTokens`: it attends to padding, or dropout is on."""
+    """Raise `ValueError` for a text tower that cannot encode `PackedTokens`.
+
+    It attends to padding, or dropout is on.
+    """
     if tower.attends_to_padding:
         raise ValueError("expected padded texts, since this tower attends to padding, got packed ones")
     if train and tower.config.dropout:

@@ -92,11 +92,11 @@ class TextTransformer(nn.Module):
 
     @property
     def attends_to_padding(self) -> bool:
-        """Whether features depend on the padding of texts, so that texts cannot be packed."""
+        """Tell whether features depend on padding, so that texts cannot be packed."""
         return not (self.config.causal and self.pool == "end")
 
     def lengths(self, tokens: Integer[np.ndarray, "b t"]) -> Int[np.ndarray, "b"]:
-        """Return how many tokens of each text its features depend on: those up to the first end token."""
+        """Count the tokens of each text up to its pooled end token."""
         ends = tokens if self.end_token is None else tokens == self.end_token
         return ends.argmax(1) + 1
 

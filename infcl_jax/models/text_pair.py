@@ -142,9 +142,10 @@ class TextPair(nn.Module):
     def encode_query(
         self, ids: Integer[Array, "b t"] | PackedTokens, *, train: bool = False
     ) -> Float[Array, "b embed_dim"]:
-        """Encode token ids [b, t] of queries, or the same packed, to [b, embed_dim] in `feature_dtype`.
+        """Encode queries to [b, embed_dim] in `feature_dtype`.
 
-        t is at most the context length. `train` turns dropout on, which needs the "dropout" rng unless the rate is 0.
+        `ids` are token ids [b, t] with t at most the context length, or the same packed. `train` turns dropout on,
+        which needs the "dropout" rng unless the rate is 0.
         """
         return self._features(self.text or self.query, ids, train)
 

@@ -68,8 +68,14 @@ class SelfAttention(nn.Module):
         if position is None or packed is not None:
             spans = None if packed is None else (packed.start, packed.stop)
             qkv = self._project(x, kernel, query_bias, c.attention if key_mask is None else "xla")
-            masks = {"causal": c.causal, "padding": self.padding, "key_mask": key_mask, "spans": spans}
-            y = attend(*qkv, **masks, implementation=c.attention).reshape(-1, c.width)
+            y = attend(
+                *qkv,
+                causal=c.causal,
+                padding=self.padding,
+                key_mask=key_mask,
+                spans=spans,
+                implementation=c.attention,
+            ).reshape(-1, c.width)
             if position is not None:
                 y = packed.take(y, position)
         else:

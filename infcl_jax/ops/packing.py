@@ -1,4 +1,4 @@
-"""Packing of short sequences: several sequences in each row of tokens, so that padding is not computed.
+"""Packing of short sequences: several in each row of tokens, so no padding is computed.
 
 A sequence is a run of tokens of one row. It attends only to itself, its positions start at 0, and its feature is taken
 at one of its tokens. The results are those of padded sequences, up to rounding.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer
 
@@ -40,10 +41,10 @@ class PackedTokens:
       shard: sequences of a full shard; fewer sequences get rows in proportion.
     """
 
-    tokens: Integer[Array, "b t"]
-    row: Int32[Array, "b"]
-    offset: Int32[Array, "b"]
-    length: Int32[Array, "b"]
+    tokens: Integer[Array | np.ndarray, "b t"]
+    row: Int32[Array | np.ndarray, "b"]
+    offset: Int32[Array | np.ndarray, "b"]
+    length: Int32[Array | np.ndarray, "b"]
     row_length: int
     rows: int
     shard: int
@@ -97,12 +98,12 @@ class PackedRows:
 
 
 def rows_of(sequences: int, rows: int, shard: int) -> int:
-    """Return the number of rows for some sequences, if a full shard of `shard` sequences has `rows`."""
+    """Return the rows of some sequences, in proportion to the `rows` of a full shard."""
     return -(-rows * sequences // shard)
 
 
 def in_span(start: Int32[Array, "r l"], stop: Int32[Array, "r l"]) -> Bool[Array, "r l l"]:
-    """Return whether token j of a row is in the sequence of token i, at [row, i, j]."""
+    """Tell at [row, i, j] whether tokens i and j are of one sequence."""
     j = jnp.arange(start.shape[1])[None, None]
     return (j >= start[:, :, None]) & (j < stop[:, :, None])
 

@@ -1,4 +1,4 @@
-"""GPUs: their memory limits, tracing for a GPU, and measured rates, from which the times of steps are estimated.
+"""GPUs: memory limits, tracing for them, and the measured rates of their work.
 
 All measured rates are of NVIDIA H200s (700 W) with JAX 0.11.2, 2026-11-21 to 24 (docs/archive/measurements.md). Other
 GPUs have the rates of an H200 scaled by the ratio of two data sheets: GEMMs and the loss by the peak bf16 throughput,

@@ -1,4 +1,4 @@
-"""Lines on the console: of the leading process, of each process, and one that is replaced in place."""
+"""Lines on the console: the leading process's, each process's, and a live one."""
 
 from __future__ import annotations
 

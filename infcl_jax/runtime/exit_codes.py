@@ -1,4 +1,4 @@
-"""Exit statuses of the commands, which schedulers read, and the errors and stop signals that lead to them."""
+"""Exit statuses of the commands, and the errors and signals that lead to them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""From what a user writes to a `RunConfig`, suggestions for unknown names, and comparison of configurations."""
+"""Conversion of a user's settings to a `RunConfig`, and comparison of configurations."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Compilation of the training step while the run is prepared, its memory, and model FLOPs utilization (MFU)."""
+"""Compilation of the training step ahead of its use, its memory and its MFU."""
 
 import re
 from collections.abc import Callable, Collection, Mapping

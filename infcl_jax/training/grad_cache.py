@@ -1,4 +1,4 @@
-"""Gradient caching in a training step: its settings, and batches that are read in each of its passes."""
+"""Settings of gradient caching, and batches that each of its passes reads."""
 
 import dataclasses
 from collections.abc import Collection

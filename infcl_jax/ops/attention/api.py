@@ -96,7 +96,10 @@ def _cudnn_attention(query: Heads, key: Heads, value: Heads, causal: bool, paddi
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _mosaic_attention(packed: Float[Array, "b t qkv_heads d"], spans: tuple[jax.Array, ...], causal: bool) -> Heads:
-    """Attention of packed [b, t, 3 heads, d] on the Hopper kernels; `spans` are those of `attend`, or none."""
+    """Attention of packed [b, t, 3 heads, d] on the Hopper kernels.
+
+    `spans` are two arrays, see `attend`, or none.
+    """
     return _mosaic_forward(packed, spans, causal)[0]
 
 
@@ -195,8 +198,8 @@ def attend(
       padding: number of trailing positions that are masked as keys, see `padding_for`; their results are arbitrary.
       key_mask: bool [b, t], False for keys that no query attends to; None for none. Only XLA supports it, and every
         query needs a key.
-      spans: first position to which each query attends and the one after the last, int32 [b, t], neither decreasing
-        along t; None for all. cuDNN does not support them, and every query needs a key.
+      spans: first position of each position's sequence, and the one after its last, int32 [b, t], for several sequences
+        side by side, each of which attends to itself; None for one sequence. cuDNN does not support them.
       implementation: "xla", "cudnn" for the kernel of `jax.nn.dot_product_attention`, or "mosaic_gpu" for the Hopper
         kernels of `pallas_mosaic_gpu`; None for `best_attention`.
 

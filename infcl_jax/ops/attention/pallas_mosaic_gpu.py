@@ -60,8 +60,7 @@ def forward(
 
     Args:
       packed: [b, t, 3 heads, 64], bf16 or fp16, the heads of queries, keys and values in that order, see `accepts`.
-      *spans: none, or the two of `padded_spans`. Starts and stops must not decrease within a sequence, so that tiles
-        outside the spans are skipped.
+      *spans: none, or the two arrays of `padded_spans`. Tiles outside the spans are skipped.
       causal: whether a position attends only to positions up to its own.
       sm_count: number of SMs of the GPU.
 

@@ -378,22 +378,22 @@ class Head:
         return jnp.where(functools.reduce(operator.and_, limits), scores, value)
 
     def _span(self, name: str, first: Any, tile: Any) -> Array:
-        """Broadcast the starts or stops of the spans of a tile's rows, from position `first` on."""
+        """Broadcast the spans' starts or stops of a tile's rows, from position `first` on."""
         rows = pl.ds(first, tile.shape[0])
         vector = plgpu.load(self._spans(name).at[rows], layout=WGMMA_LAYOUT.reduce(1), optimized=False)
         return lax.broadcast_in_dim(vector, tile.shape, [0])
 
     @property
     def has_spans(self) -> bool:
-        """Whether queries attend to spans of keys."""
+        """True if several sequences are side by side."""
         return SPANS[0] in self.arrays
 
     def key_tiles(self, i: Array, causal: bool) -> tuple[Any, Any]:
-        """Return the first and last key tile that the spans of query tile `i` touch."""
+        """Return the first and last key tile of query tile `i`'s spans."""
         return self._tile_of("start", i * TILE), i if causal else self._tile_of("stop", i * TILE + TILE - 1)
 
     def query_tiles(self, i: Array, causal: bool) -> tuple[Any, Any]:
-        """Return the first and last query tile whose spans touch key tile `i`."""
+        """Return the first and last query tile whose spans have keys of tile `i`."""
         return i if causal else self._tile_of("start", i * TILE), self._tile_of("stop", i * TILE + TILE - 1)
 
     def _tile_of(self, name: str, position: Array) -> Array:

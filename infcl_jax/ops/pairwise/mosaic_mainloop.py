@@ -330,7 +330,7 @@ class _Pipeline:
             begin += product.steps
 
     def _slices(self, step: Array) -> list[Array]:
-        """Return the indices of the slices of a step or a slot, of `TILE_K` features each."""
+        """Return the indices of a step's or slot's slices of `TILE_K` features."""
         slices = self.schedule.tiles.slices
         return [slices * step + i for i in range(slices)]
 

@@ -22,7 +22,6 @@ from experiments import command_line
 from experiments.benchmarks import harness, photographs
 from experiments.benchmarks.step_case import FIGURES, Case, Settings
 from infcl_jax.data.decode import gpu_decoder_installed
-from infcl_jax.models.flops import step_flops
 from infcl_jax.runtime.processes import is_lead
 from infcl_jax.settings import resolved_precision
 from infcl_jax.training import GradCacheConfig
@@ -97,7 +96,7 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
       The new records, see docs/performance.md. A case that does not fit into memory has the status "out of memory" and
       None for its missing figures.
     """
-    flops = step_flops(settings.model_config)
+    flops = settings.flops
     cases = [Case.create(settings, mesh, b) for b in settings.batch]  # validates all settings before anything is timed
     about = f"{_title(settings)}, {flops / 1e9:.3g} GFLOP a pair"
     columns = _COLUMNS if settings.data is None else _COLUMNS + _FILE_COLUMNS
@@ -117,8 +116,13 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 
 
 def _title(settings: Settings) -> str:
-    changes = {"ids": settings.ids, "matryoshka": settings.matryoshka, "teacher's features": settings.teacher_features}
-    changed = [f"{name} {value}" for name, value in changes.items() if value not in ("none", (), None)]
+    changes = {
+        "ids": settings.ids,
+        "captions": settings.captions,
+        "matryoshka": settings.matryoshka,
+        "teacher's features": settings.teacher_features,
+    }
+    changed = [f"{name} {value}" for name, value in changes.items() if value not in ("none", "full", (), None)]
     parts = (settings.model, settings.model_overrides, settings.precision, settings.loss, *changed, str(settings.cache))
     return ", ".join(filter(None, parts))
 

@@ -17,6 +17,7 @@ from experiments.benchmarks import harness, step_files, timing
 from experiments.benchmarks.loss_case import IDS, draw_ids
 from experiments.benchmarks.timing import Gemm, Program
 from experiments.command_line import option
+from infcl_jax.data.packing import Packing
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import IMAGE_TEXT_TEACHER, Targets
@@ -41,6 +42,8 @@ from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
 
 _SEED = 0
+_MEAN_TOKENS = 21  # of a caption, see `draw_lengths`
+_PROFILE = 50_000  # captions of the profile by which texts are packed
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
 _STEP_SECONDS = 0.5
 # Size of the pool of random images that replayed batches are drawn from, in chunks.
@@ -80,15 +83,29 @@ class Settings:
     teacher_features: int | None = option(
         None, "Feature dimension of a teacher, for a loss with distillation.", lower_bound=1
     )
+    captions: str = option(
+        "full",
+        "Texts: full (of the context length), or of web captions' lengths (a mean of 21 tokens), padded or packed.",
+        known=("full", "padded", "packed"),
+    )
     phases: bool = option(True, "Also time the phases of the step and exposed data transfer.")
     data: str | None = None
     repeats: int = 5
     precision: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.captions != "full" and self.cache.offload == "replay":
+            raise ValueError(f"expected offload 'none' or 'host' with captions {self.captions!r}, got 'replay'")
+
     @functools.cached_property
     def model_config(self) -> CLIPConfig:
         """Model configuration with its overrides."""
         return model_config(self.model, **model_changes(self.precision, self.model_overrides))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a pair, of the tokens that count."""
+        return step_flops(self.model_config, text_tokens=None if self.captions == "full" else _MEAN_TOKENS)
 
 
 @dataclasses.dataclass
@@ -161,6 +178,8 @@ class Case:
             pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh))
         else:
             pairs = dict[str, Any](draw_pairs(config, rows))
+        if self.settings.captions != "full":
+            pairs["text"] = self._captions(rows)
         pairs |= self._loss_inputs(rows)
         batch = shard_batch(self.mesh, pairs) if cache.offload == "none" else pairs
         state, step = self._initial_state(), self._train_step(cache)
@@ -170,7 +189,7 @@ class Case:
         peak_before = peak_bytes(self.mesh)
         train = _Training(step, state, batch)
         seconds = timing.seconds(train, repeats, _STEP_SECONDS)
-        rate = timing.tflops(step_flops(config) * self.b, seconds, self.mesh.size)
+        rate = timing.tflops(self.settings.flops * self.b, seconds, self.mesh.size)
         yield {"step_ms": 1e3 * seconds, "tflops": rate, "gemm_fraction": rate / gemm.tflops}
         images = self.b / seconds
         yield {"images_per_second": images, "images_per_second_per_device": images / self.mesh.size}
@@ -189,6 +208,22 @@ class Case:
         except jax.errors.JaxRuntimeError as error:  # the step fits, but the second batch or program may not
             if not harness.is_out_of_memory(error):
                 raise
+
+    def _captions(self, rows: int) -> Any:
+        """Draw texts of this process with the lengths of web captions, padded or packed."""
+        tower, rng = build_model(self.settings.model_config).text, np.random.default_rng(jax.process_index())
+        lengths = draw_lengths(rng, rows, tower.context_length)[:, None]
+        step, end = np.arange(tower.context_length), tower.vocab_size - 1
+        tokens = rng.integers(1, end, (rows, tower.context_length), dtype=np.int32)
+        tokens = np.where(step < lengths - 1, tokens, np.where(step == lengths - 1, end, 0)).astype(np.int32)
+        if self.settings.captions == "padded":
+            return tokens
+        shard = (self.settings.cache.chunk_size or self.b) // self.mesh.size
+        packing = Packing.of(draw_lengths(np.random.default_rng(1), _PROFILE, tower.context_length), shard)
+        packed = packing.pack(tokens, tower.lengths(tokens), self.b // self.mesh.size)
+        if packed is None:
+            raise ValueError(f"expected captions that fit {packing}, got more; choose another batch size")
+        return packed
 
     def _run_config(self) -> RunConfig:
         """Return the settings of a run on the files."""
@@ -307,6 +342,11 @@ class Case:
         on_devices = dataclasses.replace(cache, offload="none")
         resident = _Training(self._train_step(on_devices), train.state, shard_batch(self.mesh, pairs))
         return seconds - timing.seconds(resident, repeats, _STEP_SECONDS)
+
+
+def draw_lengths(rng: np.random.Generator, count: int, context_length: int) -> np.ndarray:
+    """Draw numbers of tokens of web captions as CLIP counts them, with a mean of `_MEAN_TOKENS`."""
+    return np.clip(2 + np.round(rng.lognormal(np.log(17), 0.5, count)), 3, context_length).astype(int)
 
 
 def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:

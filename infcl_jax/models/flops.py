@@ -11,7 +11,12 @@ def forward_flops(config: CLIPConfig) -> int:
     return sum(sum(groups) for groups in group_flops(config).values())
 
 
-def step_flops(config: CLIPConfig, unlocked: Mapping[str, int] | None = None, precomputed: Collection[str] = ()) -> int:
+def step_flops(
+    config: CLIPConfig,
+    unlocked: Mapping[str, int] | None = None,
+    precomputed: Collection[str] = (),
+    text_tokens: int | None = None,
+) -> int:
     """Count the training FLOPs of one pair.
 
     The backward pass has twice the FLOPs of the forward pass. Recomputation and the optimizer are excluded, as is the
@@ -22,6 +27,7 @@ def step_flops(config: CLIPConfig, unlocked: Mapping[str, int] | None = None, pr
       unlocked: number of trained groups at the end of each frozen tower, see `infcl_jax.training.UnlockedGroups`; other
         towers are trained whole.
       precomputed: frozen towers whose features are read instead of computed.
+      text_tokens: tokens of a text that count, on average; None for the context length.
 
     Examples:
       >>> from infcl_jax.models.flops import step_flops
@@ -29,14 +35,14 @@ def step_flops(config: CLIPConfig, unlocked: Mapping[str, int] | None = None, pr
       113.1327744
     """
     flops = 0
-    for tower, groups in group_flops(config).items():
+    for tower, groups in group_flops(config, text_tokens).items():
         count = len(groups) if unlocked is None else unlocked.get(tower, len(groups))
         trained = groups[max(0, len(groups) - count) :]
         flops += 0 if tower in precomputed else sum(groups) + 2 * sum(trained)
     return flops
 
 
-def group_flops(config: CLIPConfig) -> dict[str, list[int]]:
+def group_flops(config: CLIPConfig, text_tokens: int | None = None) -> dict[str, list[int]]:
     """Count the forward FLOPs of one sample in training, by tower and group of parameters.
 
     A multiplication and an addition are two FLOPs. A layer over t tokens of width w with h hidden units has
@@ -59,6 +65,7 @@ def group_flops(config: CLIPConfig) -> dict[str, list[int]]:
 
     Args:
       config: model.
+      text_tokens: see `step_flops`.
 
     Returns:
       FLOPs of the groups of "image" and "text" from input to output, see `infcl_jax.training.parameter_groups`.
@@ -66,7 +73,11 @@ def group_flops(config: CLIPConfig) -> dict[str, list[int]]:
     vision, text = config.vision, config.text
     image = _resnet if isinstance(vision, ResNetConfig) else _vit
     words = _bert if isinstance(text, BertConfig) else _text
-    return {"image": image(vision, config.embed_dim), "text": words(text, config.embed_dim)}  # type: ignore[arg-type]
+    tokens = text.context_length if text_tokens is None else text_tokens
+    return {
+        "image": image(vision, config.embed_dim),  # type: ignore[arg-type]
+        "text": words(text, config.embed_dim, tokens),  # type: ignore[arg-type]
+    }
 
 
 def _vit(tower: VisionConfig, embed_dim: int) -> list[int]:
@@ -79,19 +90,18 @@ def _vit(tower: VisionConfig, embed_dim: int) -> list[int]:
     return [6 * patches * tower.patch_size**2 * tower.width, *layers, pool + _projection(tower, embed_dim)]
 
 
-def _text(tower: TextConfig, embed_dim: int) -> list[int]:
-    tokens = tower.context_length
+def _text(tower: TextConfig, embed_dim: int, tokens: int) -> list[int]:
     layers = [_layer(tower, tokens)] * (tower.layers - 1) + [_one_token_layer(tower, tokens)]
     return [0, *layers, _projection(tower, embed_dim)]  # looking up embeddings is no GEMM
 
 
-def _bert(tower: BertConfig, embed_dim: int) -> list[int]:
+def _bert(tower: BertConfig, embed_dim: int, tokens: int) -> list[int]:
     pooler = 2 * tower.width**2 if tower.pool == "pooler" else 0
     if tower.projection == "mlp":
         projection = 2 * (tower.width + embed_dim) * ((tower.width + embed_dim) // 2)
     else:
         projection = _projection(tower, embed_dim)
-    return [0, *[_layer(tower, tower.context_length)] * tower.layers, pooler + projection]
+    return [0, *[_layer(tower, tokens)] * tower.layers, pooler + projection]
 
 
 def _resnet(tower: ResNetConfig, embed_dim: int) -> list[int]:

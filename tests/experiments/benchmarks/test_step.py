@@ -171,6 +171,16 @@ def test_the_step_can_be_timed_alone(tmp_path):
     assert all(record[name] is None for name in PARTS)
 
 
+def test_packed_captions_train_like_padded_ones(tmp_path):
+    losses = []
+    for captions, cache in (("padded", NO_CACHE), ("packed", NO_CACHE), ("packed", GradCacheConfig(chunk_size=8))):
+        given = settings(B, cache=cache, captions=captions, phases=False)
+        with no_timing() as results:
+            benchmark_step.measure_all(given, oracle.mesh_of(2), tmp_path)
+        losses.append(results["step"][1]["loss"])
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
 def test_a_batch_can_be_read_twice(tmp_path):
     cache = GradCacheConfig(chunk_size=8, offload="replay")
     with no_timing() as results:
@@ -254,6 +264,10 @@ MISTAKES = {
     "read twice with a memory": (
         ("--output={tmp}", "--offload=replay", "--chunk_size=8", "--loss=fastclip_v3"),
         "expected offload 'none' or 'host' with fastclip_v3, got 'replay'",
+    ),
+    "packed and read twice": (
+        ("--output={tmp}", "--offload=replay", "--chunk_size=8", "--captions=packed"),
+        "expected offload 'none' or 'host' with captions 'packed', got 'replay'",
     ),
     "no files": (("--output={tmp}", "--data=/nowhere/{{00000..00001}}.tar"), "/nowhere/00000.tar"),
 }

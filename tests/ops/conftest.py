@@ -4,6 +4,6 @@ import pytest
 
 @pytest.fixture
 def interpreter(capsys):
-    """Run Hopper kernels in Pallas' interpreter, and fail on races."""
-    with gpus.interpreted(capsys, gpus.ALONE):
+    """Run Hopper kernels in Pallas' interpreter, on two SMs, and fail on races."""
+    with gpus.interpreted(capsys):
         yield

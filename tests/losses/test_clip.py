@@ -55,7 +55,7 @@ def test_matches_oracle(implementation, devices, dim, dtype):
             assert_matches_oracle(implementation, devices, SHARED[1], dim, dtype, kind, scale)
 
 
-@pytest.mark.parametrize(("devices", "dtype"), [(1, jnp.float32), (1, jnp.bfloat16), (4, jnp.float32)])
+@pytest.mark.parametrize(("devices", "dtype"), [(1, jnp.float32), (1, jnp.bfloat16), (2, jnp.float32)])
 def test_odd_strips(devices, dtype):
     for kind in oracle.KINDS:
         assert_matches_oracle("xla", devices, 521, 33, dtype, kind, 100.0)

@@ -315,7 +315,9 @@ def lowered(variant, samples, devices=8):
     return compiled.compile(), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize(("variant", "per_sample"), [("fastclip_v3", 8), ("fastclip_v2", 32)])
+@pytest.mark.parametrize(
+    ("variant", "per_sample"), [pytest.param("fastclip_v3", 8, marks=pytest.mark.full), ("fastclip_v2", 32)]
+)
 def test_a_hundred_million_samples_are_sharded_and_never_moved(variant, per_sample):
     samples = 100_000_000
     compiled, size = lowered(variant, samples)

@@ -27,7 +27,11 @@ def mesh_of(shape):
 
 @pytest.mark.parametrize(
     ("shape", "general", "columns"),
-    [(shape, number % 2 == 1, 1 + number % 2) for number, shape in enumerate(SHAPES)],
+    [
+        # An axis of one device changes no transfer; see below.
+        pytest.param(shape, number % 2 == 1, 1 + number % 2, marks=pytest.mark.full if shape == (8, 1) else [])
+        for number, shape in enumerate(SHAPES)
+    ],
     ids=str,
 )
 def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
@@ -77,10 +81,12 @@ def test_any_mesh_matches_oracle(monkeypatch, shape, general, columns):
 
 
 @pytest.mark.parametrize(
-    ("loss", "masked", "shape"),  # every pair of values
+    ("loss", "masked", "shape"),  # every value; with the mark full every pair
     [
-        *((clip_loss, False, (2, 4)), (clip_loss, True, (4, 2))),
-        *((siglip_loss, True, (2, 4)), (siglip_loss, False, (4, 2))),
+        *((clip_loss, True, (4, 2)), (siglip_loss, False, (2, 4))),
+        pytest.param(clip_loss, False, (2, 4), marks=pytest.mark.full),
+        pytest.param(siglip_loss, True, (2, 4), marks=pytest.mark.full),
+        pytest.param(siglip_loss, False, (4, 2), marks=pytest.mark.full),
     ],
 )
 def test_ring_of_rings_matches_flat_ring(loss, shape, masked):

@@ -44,6 +44,7 @@ def mark(name):
 
 REPEATED = ("base", "digits", "disco_clip", "quickstart")  # CLIP's loss, as in openclip
 REPEATED += ("fastclip_v0", "fastclip_v1", "chunks", "captions, any, smoothed", "last group unlocked")
+REPEATED += ("inf_cl", "matryoshka")  # its loss in chunks, as in "frozen tower"; with chunks in "teacher" and "guide"
 REPEATED += ("openclip", "siglip", "dpr")  # with a small batch, the run of `experiments.verify` and dpr with a guide
 
 

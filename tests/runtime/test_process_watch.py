@@ -157,7 +157,7 @@ def test_the_others_of_a_lost_process_ask_to_be_resumed(tmp_path, rank, by, coll
         assert text.count("\n") == 1 and f"lost process {rank} on " in text
 
 
-@pytest.mark.slow
+@pytest.mark.full  # of both halves: tests of the processes above, and of a stopped run on fewer processes
 def test_a_run_resumes_on_fewer_processes(tmp_path):
     outcome = lost_process.lose(tmp_path, 1, signal.SIGKILL, timeout=15)
     assert (outcome.statuses, outcome.resumed) == ([RESUME] * 3, [0, 0]), outcome.lines

@@ -63,6 +63,7 @@ def calls(k, w):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", triton_compile.CAPABILITIES)
 def test_kernels_compile_without_a_gpu(capability):
     triton_compile.check(capability, KERNELS, 4)

@@ -267,7 +267,7 @@ def test_blocks_of_a_ring_by_id(interpreter, per_sample, guide):
         names = ("x_guide", "y_guide", "x_threshold", "y_threshold")
         block = block._replace(**dict(zip(names, features + thresholds, strict=True)))
     fused, strips = LseFused(WIDE, exclude=True), LseStrips(exclude=True)
-    got, want = (backend.forward(block) for backend in (fused, strips))
+    got, want = (jax.jit(backend.forward)(block) for backend in (fused, strips))
     for a, b in ((got.row_positives, want.row_positives), (got.column_positives, want.column_positives)):
         np.testing.assert_allclose(a.lse.log(), b.lse.log(), rtol=1e-5)
         np.testing.assert_allclose(a.similarity, b.similarity, atol=2e-6)
@@ -278,11 +278,14 @@ def test_blocks_of_a_ring_by_id(interpreter, per_sample, guide):
         PositiveCotangents(want.column_positives.lse, *columns[1:]),
     )
     needs = LseGradient(y_scale=per_sample)
-    gradients = []
-    for backend in (fused, strips):
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(backend, block, cotangents):
         acc = backend.accumulators(block, needs, jnp.float32)
         acc = backend.backward(block, cotangents, acc)
-        gradients.append(backend.gradient(block, cotangents, acc, needs))
+        return backend.gradient(block, cotangents, acc, needs)
+
+    gradients = [gradient(backend, block, cotangents) for backend in (fused, strips)]
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert oracle.relative_error(a, b) <= 1e-4
 

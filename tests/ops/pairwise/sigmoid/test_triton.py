@@ -65,6 +65,7 @@ def calls(k, w):
 """
 
 
-@pytest.mark.parametrize("capability", triton_compile.CAPABILITIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [*triton_compile.CAPABILITIES[:-1], "9.0"])
 def test_kernels_compile_without_a_gpu(capability):
     triton_compile.check(capability, KERNELS, 4)

@@ -25,7 +25,7 @@ def images(rows=4, seed=0):
 
 @functools.cache
 def variables():
-    return ResNet(TINY, 8).init(jax.random.key(0), images())
+    return jax.jit(ResNet(TINY, 8).init)(jax.random.key(0), images())
 
 
 def test_a_residual_block_starts_as_its_shortcut_and_the_tower_shrinks_by_32():
@@ -54,18 +54,24 @@ def test_batch_norm_normalizes_and_remembers():
     np.testing.assert_array_equal(module.apply({"params": start["params"]}, x, train=True), out)
 
 
+def pool_gradient(dtype):
+    """The attention pool's mean square and its gradient over the parameters."""
+    x = images()[:, :3, :3].repeat(2, axis=3)
+    params = jax.jit(AttentionPool(2, 5, "float32", "float32").init)(jax.random.key(1), x)["params"]
+    loss = lambda p: (AttentionPool(2, 5, dtype, "float32").apply({"params": p}, x) ** 2).mean()  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@functools.cache
+def pool_gradient_in_float64():
+    with jax.enable_x64(True):
+        return jax.device_get(pool_gradient("float64"))
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [("float16", 1e-3), ("bfloat16", 1e-2), ("float32", 1e-6)])
 def test_attention_pool_compiles_in_every_dtype(dtype, atol):
-    x = images()[:, :3, :3].repeat(2, axis=3)
-    params = AttentionPool(2, 5, "float32", "float32").init(jax.random.key(1), x)["params"]
-
-    def value_and_gradient(dtype):
-        return jax.value_and_grad(lambda p: (AttentionPool(2, 5, dtype, "float32").apply({"params": p}, x) ** 2).mean())
-
-    got = jax.jit(value_and_gradient(dtype))(params)
-    with jax.enable_x64(True):
-        want = value_and_gradient("float64")(params)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol), got, want)
+    close = functools.partial(np.testing.assert_allclose, atol=atol)
+    jax.tree.map(close, pool_gradient(dtype), pool_gradient_in_float64())
 
 
 def test_attention_pool_equals_numpy():

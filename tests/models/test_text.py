@@ -61,7 +61,8 @@ def test_tokens_after_a_chosen_end_token_do_not_matter():
     tokens[:, 4] = 3
     other = tokens.copy()
     other[:, 5:] = 3
-    features = [module.apply(variables(), ids) for ids in (tokens, other)]
+    apply = jax.jit(module.apply)
+    features = [apply(variables(), ids) for ids in (tokens, other)]
     np.testing.assert_array_equal(*features)
     assert not np.isclose(features[0], encode()(tokens)).all(axis=1).any()
 
@@ -81,9 +82,9 @@ def test_a_tower_sees_the_positions_before_its_pool_or_all(pool, position, causa
 
 def test_projections():
     params = variables()["params"]
-    states = tower().clone(projection="none", embed_dim=WIDTH).apply(variables(), captions())
+    states = jax.jit(tower().clone(projection="none", embed_dim=WIDTH).apply)(variables(), captions())
     biased = params | {"text_projection": params["text_projection"] | {"bias": jnp.arange(8.0)}}
-    outputs = tower().clone(projection_bias=True).apply({"params": biased}, captions())
+    outputs = jax.jit(tower().clone(projection_bias=True).apply)({"params": biased}, captions())
     want = states @ params["text_projection"]["kernel"] + jnp.arange(8.0)[None]
     np.testing.assert_allclose(outputs, want, rtol=1e-5, atol=1e-5)
 

@@ -182,6 +182,7 @@ def test_options_match_oracle(interpreter, options):
     check(LseFused(CLUSTERED), make(bx=150, by=140, **what), **how)
 
 
+@pytest.mark.slow
 def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     clustered = dataclasses.replace(TABLE["mosaic_gpu"], backend=lambda *_: LseFused(CLUSTERED))
     monkeypatch.setitem(TABLE, "mosaic_gpu", clustered)
@@ -210,6 +211,7 @@ def test_positives_by_id(interpreter, monkeypatch, tiles, scale, options):
     check_ids("mosaic_gpu", scale, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "needs_grad"),
     [
@@ -241,6 +243,7 @@ def test_windows_make_the_whole(interpreter, monkeypatch, size, group_bytes, dty
     check(LseFused(CLUSTERED, WindowConfig(group_bytes=group_bytes)), make(bx=340, by=200, **options), dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_rows", [pytest.param(WindowConfig.slice_rows, marks=pytest.mark.full), 256])
 def test_steps_of_a_ring_add_up(interpreter, slice_rows):
     """Two column blocks give the same result as one.
@@ -421,7 +424,7 @@ def test_calls_of_one_program_compute_only_what_each_needs():
     assert counts(second)[0] < counts(first)[0]
 
 
-@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), (True, 9)])
+@pytest.mark.parametrize(("by_id", "number"), [(False, 2 * 6 - 1), pytest.param(True, 9, marks=pytest.mark.slow)])
 def test_a_ring_of_eight_lowers(by_id, number):
     """Lowers inside a checked `shard_map`.
 

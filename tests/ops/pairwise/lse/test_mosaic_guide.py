@@ -29,6 +29,7 @@ def test_retrieval_matches_oracle(interpreter):
     oracle_guide.check_retrieval("mosaic_gpu")
 
 
+@pytest.mark.slow
 def test_large_batches_take_few_kernels_and_little_memory():
     b, dim = 65536, 512
     features, scale = jax.ShapeDtypeStruct((b, dim), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)

@@ -67,6 +67,7 @@ def test_options_match_oracle(interpreter, options):
     check(SigmoidFused(CLUSTERED), make(bx=150, by=140, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "needs_grad"),
     [

@@ -1,6 +1,7 @@
 """Imports between the packages of the library go down the layers, and never in a circle."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -33,6 +34,7 @@ def imported(path):
         yield from (name for name in names if name.startswith("infcl_jax."))
 
 
+@functools.cache
 def imports():
     """Pairs (package, other package that it imports)."""
     paths = {path: path.relative_to(LIBRARY).parts[0] for path in LIBRARY.rglob("*.py")}

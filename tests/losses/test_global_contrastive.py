@@ -73,7 +73,11 @@ def batches():
     ("variant", "mode", "devices", "adam"),
     [
         *((variant, "published", devices, None) for variant, devices in zip(OBJECTIVES, itertools.cycle((1, 4)))),
-        *((variant, "reference", 4, None) for variant in OBJECTIVES if variant != "fastclip_v2"),
+        *(
+            pytest.param(variant, "reference", 4, None, marks=pytest.mark.slow)
+            for variant in OBJECTIVES
+            if variant != "fastclip_v2"
+        ),
         ("fastclip_v2", "reference", 4, ADAM),
     ],
 )

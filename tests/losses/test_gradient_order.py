@@ -262,8 +262,12 @@ FURTHER = {"save everything", "save dots"}  # policies, as "custom policy"
 EVERY_RUN = {(MAIN, case) for case in CASES.keys() - FURTHER} | {(setting, "two calls") for setting in OTHERS}
 
 
+SLOW = {(MAIN, wrap) for wrap in WRAPS if wrap != "cond"}
+
+
 def case_of(setting, case):
-    marks = [] if (setting, case) in EVERY_RUN else pytest.mark.full
+    marks = pytest.mark.slow if (setting, case) in SLOW else []
+    marks = marks if (setting, case) in EVERY_RUN else pytest.mark.full
     return pytest.param(setting, case, marks=marks, id="-".join(map(str, (*setting, case))))
 
 
@@ -282,7 +286,11 @@ def program_lists(arguments):
 
 
 @pytest.mark.parametrize(
-    ("setting", "examples"), [(MAIN, 2), *(pytest.param(setting, 12, marks=pytest.mark.full) for setting in SETTINGS)]
+    ("setting", "examples"),
+    [
+        pytest.param(MAIN, 2, marks=pytest.mark.slow),
+        *(pytest.param(setting, 12, marks=pytest.mark.full) for setting in SETTINGS),
+    ],
 )
 def test_random_programs_match_float64(setting, examples):
     problem = Problem(*setting)

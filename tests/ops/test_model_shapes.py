@@ -91,9 +91,9 @@ def count_lowered(launch):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    # The layouts of fp16 are those of bf16. In fp32 only LayerNorm has kernels.
+    # The layouts of fp16 are those of bf16. In fp32 only LayerNorm has kernels. Heads of 64, 80 and 72 channels.
     [
-        *((name, "bfloat16") for name in ("tiny", "ViT-B-32", "ViT-L-14", "RN50", "ViT-H-14", "ViT-SO400M-14-SigLIP")),
+        *((name, "bfloat16") for name in ("tiny", "ViT-B-32", "RN50", "ViT-H-14", "ViT-SO400M-14-SigLIP")),
         *((name, "float32") for name in ("ViT-B-16", "ViT-SO400M-14-SigLIP")),
         *(
             pytest.param(name, dtype, marks=pytest.mark.full)

@@ -29,7 +29,9 @@ def interpreter(monkeypatch):
     [
         (WIDE, {"masked": True}),
         (TALL, {"own": False, "teacher_dtype": jnp.float32, "teacher_dim": 20}),
-        (WIDE, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}),
+        pytest.param(
+            WIDE, {"kind": "aligned", "scale": 100.0, "teacher_scale": 90.0, "masked": True}, marks=pytest.mark.slow
+        ),
         (TALL, {"dtype": jnp.float32, "dim": 30, "scale": 1.0}),
     ],
     ids=["masked", "another teacher", "scale 100", "fp32"],

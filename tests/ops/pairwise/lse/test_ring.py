@@ -18,6 +18,8 @@ from infcl_jax.ops.pairwise.lse.block import LseBlock
 
 AXES = ("host", "device")
 SHAPES = [(8,), (2, 4), (4, 2), (1, 8), (8, 1), (2, 2, 2)]
+# An axis of one device changes no transfer; see test_axes_of_one_device_need_no_transfers.
+MARKS = {(8, 1): pytest.mark.full, (1, 8): pytest.mark.slow, (4, 2): pytest.mark.slow, (2, 2, 2): pytest.mark.slow}
 
 
 def mesh_of(shape):
@@ -28,8 +30,7 @@ def mesh_of(shape):
 @pytest.mark.parametrize(
     ("shape", "general", "columns"),
     [
-        # An axis of one device changes no transfer; see below.
-        pytest.param(shape, number % 2 == 1, 1 + number % 2, marks=pytest.mark.full if shape == (8, 1) else [])
+        pytest.param(shape, number % 2 == 1, 1 + number % 2, marks=MARKS.get(shape, []))
         for number, shape in enumerate(SHAPES)
     ],
     ids=str,

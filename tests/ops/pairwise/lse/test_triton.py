@@ -216,7 +216,11 @@ def test_weights_of_rows_only(interpreter, per_sample):
 
 @pytest.mark.parametrize(
     ("k", "pairs", "per_sample", "exclude"),
-    [(WIDE, BF16, False, True), (TALL, FP32, False, True), (WIDE, BF16, True, False)],
+    [
+        (WIDE, BF16, False, True),
+        pytest.param(TALL, FP32, False, True, marks=pytest.mark.slow),
+        pytest.param(WIDE, BF16, True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_guide(interpreter, k, pairs, per_sample, exclude):
     check_sums(k, pairs, True, per_sample, True, exclude, guide=True)
@@ -241,7 +245,10 @@ def test_masked_rows_may_hold_anything(interpreter, monkeypatch):
     ("scale", "options"),
     [
         ("shared", {"multi_positive": "mean", "exclude": True, "dtype": jnp.float32, "tolerance": 1e-4}),
-        ("per_sample", {"multi_positive": "any", "exclude": True, "dtype": jnp.float32, "tolerance": 4e-5}),
+        pytest.param(
+            *("per_sample", {"multi_positive": "any", "exclude": True, "dtype": jnp.float32, "tolerance": 4e-5}),
+            marks=pytest.mark.slow,
+        ),
         ("rows", {"multi_positive": "any", "exclude": False}),
     ],
 )
@@ -293,7 +300,7 @@ def test_blocks_of_a_ring_by_id(interpreter, per_sample, guide):
 @pytest.mark.parametrize(
     ("b", "dtype", "kind", "margin", "strategy", "by_id", "masked"),
     [
-        (70, jnp.bfloat16, "duplicates", 0.0, "absolute", False, True),
+        pytest.param(70, jnp.bfloat16, "duplicates", 0.0, "absolute", False, True, marks=pytest.mark.slow),
         (50, jnp.float32, "random", 0.25, "relative", False, False),
         (60, jnp.bfloat16, "random", 0.125, "absolute", True, True),
     ],

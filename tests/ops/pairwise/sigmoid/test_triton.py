@@ -30,7 +30,7 @@ def interpreter(monkeypatch):
         (WIDE, {"ids": 12, "bias": 0.0}),
         (TALL, {"masked": True}),
         (TALL, {"ids": None, "scale": 100.0, "bias": -100.0}),
-        (WIDE, {"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True}),
+        pytest.param(WIDE, {"kind": "aligned", "scale": 100.0, "bias": -30.0, "masked": True}, marks=pytest.mark.slow),
         (TALL, {"dtype": jnp.float32, "dim": 30, "scale": 1.0, "bias": 10.0, "ids": 40}),
     ],
     ids=["ids", "masked", "scale 100", "aligned", "fp32"],

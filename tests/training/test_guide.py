@@ -104,7 +104,7 @@ def pulled_back(model, params, rows, cotangents):
         (4, CHUNKS),
         pytest.param(2, HOST, marks=FULL),
         (2, {"guide.cache": "workdir", "guide.margin_strategy": "relative"}),
-        pytest.param(1, {"loss": "retrieval"}, marks=SLOW),
+        pytest.param(1, {"loss": "retrieval"}, marks=FULL),
         (4, CHUNKS | {"loss": "retrieval", "grad_cache.passage_chunk_size": 16}),
         pytest.param(2, HOST | {"loss": "retrieval", "guide.margin_strategy": "relative"}, marks=FULL),
     ],

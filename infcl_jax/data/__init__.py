@@ -10,6 +10,7 @@ from infcl_jax.data.eval_batches import eval_batches as eval_batches
 from infcl_jax.data.feature_store import FeatureStore as FeatureStore
 from infcl_jax.data.iterator import BatchReader as BatchReader
 from infcl_jax.data.iterator import TrainIterator as TrainIterator
+from infcl_jax.data.packing import Packing as Packing
 from infcl_jax.data.pipeline import train_iterator as train_iterator
 from infcl_jax.data.prepare import prepare as prepare
 from infcl_jax.data.prepare import prepare_tokenizer as prepare_tokenizer

@@ -25,7 +25,7 @@ class Packing:
       >>> packing = Packing.of(lengths, shard=3, row_length=16)
       >>> packed = packing.pack(np.ones((5, 9), np.int32), lengths, block=5)
       >>> packed.row.tolist(), packed.offset.tolist()
-      ([1, 0, 1, 0, 0], [0, 0, 9, 0, 4])
+      ([0, 1, 1, 0, 0], [0, 0, 9, 0, 4])
 
     Attributes:
       row_length: tokens of a row.

@@ -199,7 +199,7 @@ class CLIP(nn.Module):
         """Encode a batch of texts.
 
         Args:
-          text: integer [b, t] token ids, t <= context_length, or the same packed by `infcl_jax.data.pack_texts`.
+          text: integer [b, t] token ids, t <= context_length, or the same packed by `infcl_jax.data.Packing`.
           train: whether dropout is on; it needs the "dropout" rng.
 
         Returns:

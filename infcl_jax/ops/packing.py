@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32, Integer
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device
 
@@ -28,8 +28,8 @@ class PackedTokens:
     """Padded sequences, each with its place in the rows of its shard.
 
     The arrays have one row per sequence, so they are sharded and cut into chunks like padded sequences. A shard is what
-    one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.pack` makes
-    the plan.
+    one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.Packing`
+    makes the plan.
 
     Attributes:
       tokens: integer [b, t], token ids.
@@ -41,10 +41,10 @@ class PackedTokens:
       shard: sequences of a full shard; fewer sequences get rows in proportion.
     """
 
-    tokens: Integer[Array | np.ndarray, "b t"]
-    row: Int32[Array | np.ndarray, "b"]
-    offset: Int32[Array | np.ndarray, "b"]
-    length: Int32[Array | np.ndarray, "b"]
+    tokens: Any  # also shapes, shardings: a pytree may have any leaves
+    row: Any
+    offset: Any
+    length: Any
     row_length: int
     rows: int
     shard: int
@@ -74,11 +74,11 @@ class PackedRows:
       last: int32 [b], index of its last token.
     """
 
-    tokens: Integer[Array, "r l"]
-    start: Int32[Array, "r l"]
-    stop: Int32[Array, "r l"]
-    first: Int32[Array, "b"]
-    last: Int32[Array, "b"]
+    tokens: Any
+    start: Any
+    stop: Any
+    first: Any
+    last: Any
 
     @property
     def positions(self) -> Int32[Array, "r l"]:

@@ -144,10 +144,9 @@ def ragged_step(clip, ragged):
 @pytest.mark.parametrize(
     ("devices", "cache"),
     [
-        (1, {}),
         (4, {}),
         (1, {"chunk_size": 12, "keep": 1}),
-        (4, {"chunk_size": 16}),
+        pytest.param(4, {"chunk_size": 16}, marks=pytest.mark.full),
         (8, {"chunk_size": 16, "offload": "host", "keep_residual": True}),
     ],
     ids=str,

@@ -29,7 +29,7 @@ class PackedTokens:
 
     The arrays have one row per sequence, so they are sharded and cut into chunks like padded sequences. A shard is what
     one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.Packing`
-    makes the plan.
+    makes the plan. A plan for other shards, as of fewer devices, gives NaN features, since compiled code cannot raise.
 
     Attributes:
       tokens: integer [b, t], token ids.
@@ -134,8 +134,8 @@ def _on_each_shard(function: Callable) -> Callable:
 
 @jax.custom_vjp
 def _take(states: jax.Array, index: jax.Array) -> jax.Array:
-    """Gather rows of distinct indices, with a gradient that adds nothing."""
-    return states[index]
+    """Gather rows of distinct indices, NaN beyond the last row, with a gradient that adds nothing."""
+    return states.at[index].get(mode="fill", fill_value=jnp.nan)
 
 
 def _take_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:

@@ -90,6 +90,12 @@ def test_features_and_gradients_are_those_of_padded_texts(name, devices, changes
     assert_close(run(packed), run(tokens))
 
 
+def test_a_plan_for_other_shards_gives_nan():
+    packed = Packing(T, rows=B, shard=B).pack(texts(RAGGED), RAGGED, block=B)
+    features, _ = value_and_gradients("CLIP", 4)(packed)
+    assert np.isnan(features).any()
+
+
 @pytest.mark.parametrize("name", TOWERS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_a_tower_counts_the_tokens_before_the_padding(name, lengths):

@@ -196,7 +196,8 @@ def test_mistakes(tmp_path, dataset, split, kind, match):
     assert "\n" not in str(error.value)
 
 
-def test_paths_that_leave_the_folder_are_no_names():
+def test_paths_that_leave_the_folder_are_no_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"\.\./x does not exist"):
         load_source("../x", "train")
 

@@ -75,7 +75,7 @@ def assert_close(got, want):
     ("name", "devices", "changes"),
     [
         ("CLIP", 1, {}),
-        ("CLIP", 4, {"remat": "dots"}),
+        pytest.param("CLIP", 4, {"remat": "dots"}, marks=pytest.mark.slow),
         ("BERT mean", 8, {}),
         ("BERT cls", 1, {"remat": "full"}),
         pytest.param("CLIP by the largest id", 1, {}, marks=pytest.mark.full),

@@ -116,6 +116,7 @@ def test_gradients_that_are_not_needed_are_not_computed():
     assert count_kernels(text) == 3  # sums, positives and dS
 
 
+@pytest.mark.slow
 def test_a_ring_of_eight_lowers():
     """Lowers inside a checked `shard_map`. Only the own block has positives."""
     text = lowered(8 * 4096, 512, 512, jnp.bfloat16, mesh=described(data=8))

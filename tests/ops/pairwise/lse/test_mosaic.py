@@ -375,7 +375,7 @@ FULL = [*((dim, jnp.bfloat16) for dim in (512, 640, 768, 1024, 1280)), (1000, jn
 @pytest.mark.parametrize(
     ("dim", "dtype", "by_id"),
     [
-        (512, jnp.bfloat16, True),
+        pytest.param(512, jnp.bfloat16, True, marks=pytest.mark.slow),
         *(pytest.param(*case, False, marks=pytest.mark.full) for case in FULL),
     ],
 )

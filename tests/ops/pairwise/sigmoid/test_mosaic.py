@@ -102,7 +102,7 @@ def lowered(argnums, rows, dim, dtype, mesh=None, ids=False, mask=False):
     ("dim", "dtype", "ids", "mask"),
     [
         (512, jnp.bfloat16, False, False),
-        (1000, jnp.float32, True, True),
+        pytest.param(1000, jnp.float32, True, True, marks=pytest.mark.slow),
         pytest.param(1024, jnp.bfloat16, True, False, marks=pytest.mark.full),
     ],
 )

@@ -197,10 +197,10 @@ def search_strength(
     metric: str,
     grid: Sequence[float],
 ) -> tuple[float, dict[float, float]]:
-    """Search the penalty with the best validation result in a grid of 97, by `binary_search`.
+    """Search the penalty with the best validation result in a grid.
 
-    CLIP's parametric binary search (arXiv:2103.00020, appendix A.3) starts with 1e-6, 1e-4, ..., 1e6 and halves the
-    interval around the peak down to 8 steps per decade.
+    CLIP's parametric binary search (arXiv:2103.00020, appendix A.3) starts with every 16th of the 97 strengths and
+    halves the interval around the peak. Of equal results, the later one of the grid wins.
 
     Returns:
       The best strength, and the validation result of every strength that was tried.

@@ -223,8 +223,8 @@ class Encoder:
 
     def fingerprint(self) -> str:
         """Hash the model, its parameters and its image transform to 64 hexadecimal digits."""
-        facts = self.model, self.image_size, self.resize, self.dim
-        digest = hashlib.sha256(repr(facts if self.dim is not None else facts[:-1]).encode())
+        facts = self.model, self.image_size, self.resize, *(() if self.dim is None else (self.dim,))
+        digest = hashlib.sha256(repr(facts).encode())
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.variables):
             array = np.ascontiguousarray(to_host(leaf))
             digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())

@@ -365,16 +365,16 @@ class Head:
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=WGMMA_LAYOUT) for axis in (0, 1))
         if not causal and not self.has_spans:
             return jnp.where(columns < self.pipeline.positions - column, scores, value)
-        visible = rows + row <= columns + column if transposed else columns + column <= rows + row
-        if not self.has_spans:
-            return jnp.where(visible, scores, value)
+        rows, columns = rows + row, columns + column
+        limits = []
+        if causal:
+            limits.append(rows <= columns if transposed else columns <= rows)
         # Queries and keys of a sequence have the same span, so the rows' spans serve both orientations. The causal mask
         # implies one of the two limits.
-        limits = [visible] if causal else []
-        if not (causal and transposed):
-            limits.append(self._span("start", row, scores) <= columns + column)
-        if transposed or not causal:
-            limits.append(columns + column < self._span("stop", row, scores))
+        if self.has_spans and not (causal and transposed):
+            limits.append(self._span("start", row, scores) <= columns)
+        if self.has_spans and (transposed or not causal):
+            limits.append(columns < self._span("stop", row, scores))
         return jnp.where(functools.reduce(operator.and_, limits), scores, value)
 
     def _span(self, name: str, first: Any, tile: Any) -> Array:

@@ -52,8 +52,8 @@ class Packing:
           ValueError: there are no lengths, or one is not from 1 to `row_length`.
         """
         if not len(lengths) or lengths.min() < 1 or lengths.max() > row_length:
-            found = f"{lengths.min()} to {lengths.max()}" if len(lengths) else "no texts"
-            raise ValueError(f"expected texts of 1 to {row_length} tokens, the row length, got {found}")
+            given = f"{lengths.min()} to {lengths.max()}" if len(lengths) else "no texts"
+            raise ValueError(f"expected texts of 1 to {row_length} tokens, the row length, got {given}")
         rng = np.random.default_rng(0)
         draws = (rng.choice(lengths, shard) for _ in range(DRAWS))
         return cls(row_length, max(_rows_needed(d, row_length) for d in heapq.nlargest(HEAVIEST, draws, np.sum)), shard)
@@ -81,10 +81,10 @@ class Packing:
             for start in range(first, first + block, self.shard):
                 texts = slice(start, min(start + self.shard, first + block))
                 rows = rows_of(texts.stop - texts.start, self.rows, self.shard)
-                places = _places(lengths[texts], rows, self.row_length)
-                if places is None:
+                positions = _places(lengths[texts], rows, self.row_length)
+                if positions is None:
                     return None
-                row[texts], offset[texts] = places
+                row[texts], offset[texts] = positions
         length = lengths.astype(np.int32)
         return PackedTokens(tokens, row, offset, length, **dataclasses.asdict(self))
 

@@ -1,4 +1,4 @@
-"""Packing of short sequences: several in each row of tokens, so no padding is computed.
+"""Packing of short sequences: several in each row, so no padding is computed.
 
 A sequence is a run of tokens of one row. It attends only to itself, its positions start at 0, and its feature is taken
 at one of its tokens. The results are those of padded sequences, up to rounding.
@@ -29,7 +29,8 @@ class PackedTokens:
 
     The arrays have one row per sequence, so they are sharded and cut into chunks like padded sequences. A shard is what
     one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.Packing`
-    makes the plan. A plan for other shards, as of fewer devices, gives NaN features, since compiled code cannot raise.
+    makes the plan. A plan for other shards, such as those of fewer devices, gives NaN features, since compiled code
+    cannot raise.
 
     Attributes:
       tokens: integer [b, t], token ids.
@@ -98,7 +99,7 @@ class PackedRows:
 
 
 def rows_of(sequences: int, rows: int, shard: int) -> int:
-    """Return the rows of some sequences, in proportion to the `rows` of a full shard."""
+    """Return the rows of a shard, in proportion to a full one's."""
     return -(-rows * sequences // shard)
 
 
@@ -134,7 +135,7 @@ def _on_each_shard(function: Callable) -> Callable:
 
 @jax.custom_vjp
 def _take(states: jax.Array, index: jax.Array) -> jax.Array:
-    """Gather rows of distinct indices, NaN beyond the last row, with a gradient that adds nothing."""
+    """Gather rows of distinct indices, NaN beyond the last; the gradient adds nothing."""
     return states.at[index].get(mode="fill", fill_value=jnp.nan)
 
 

@@ -35,3 +35,4 @@ from infcl_jax.data.tokenizers import check_vocabulary as check_vocabulary
 from infcl_jax.data.tokenizers import load_tokenizer as load_tokenizer
 from infcl_jax.data.tokenizers import train_bpe as train_bpe
 from infcl_jax.data.transforms import Augmentation as Augmentation
+from infcl_jax.ops.packing import PackedTokens as PackedTokens

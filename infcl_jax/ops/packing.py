@@ -32,6 +32,12 @@ class PackedTokens:
     makes the plan. A plan for other shards, such as those of fewer devices, gives NaN features, since compiled code
     cannot raise.
 
+    Examples:
+      >>> ids = jnp.array([[1, 2, 0], [3, 4, 5]])  # of 2 and 3 tokens
+      >>> row, offset, length = jnp.array([[0, 0], [0, 2], [2, 3]])
+      >>> PackedTokens(ids, row, offset, length, row_length=5, rows=1, shard=2).unpacked().tokens.tolist()
+      [[1, 2, 3, 4, 5]]
+
     Attributes:
       tokens: integer [b, t], token ids.
       row: int32 [b], row of each sequence in its shard.

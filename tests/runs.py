@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from configs import base
 from infcl_jax import run
 from infcl_jax.models import RESIDUAL, CLIPOutput, build_model, l2_normalize, model_config
+from infcl_jax.ops.packing import PackedTokens
 from infcl_jax.planner import Workload
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.training import (
@@ -57,6 +58,11 @@ SMALL |= {"optimizer": {"warmup_steps": 0}}
 
 def model(**changes):
     return build_model(model_config("tiny", **(MODEL | changes)))
+
+
+def token_ids(texts):
+    """Token ids [b, t] of the texts of a batch, packed or not."""
+    return np.asarray(texts.tokens if isinstance(texts, PackedTokens) else texts)
 
 
 class Linear(nn.Module):

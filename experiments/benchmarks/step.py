@@ -118,7 +118,8 @@ def measure_all(settings: Settings, mesh: Mesh, output: Path) -> list[dict[str, 
 def _title(settings: Settings) -> str:
     changes = {
         "ids": settings.ids,
-        "captions": settings.captions,
+        "caption_lengths": settings.caption_lengths,
+        "text_packing": settings.text_packing,
         "matryoshka": settings.matryoshka,
         "teacher's features": settings.teacher_features,
     }

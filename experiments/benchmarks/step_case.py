@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.benchmarks import harness, step_files, timing
 from experiments.benchmarks.loss_case import IDS, draw_ids
+from experiments.benchmarks.step_pairs import RandomReader, draw_lengths, draw_pairs
 from experiments.benchmarks.timing import Gemm, Program
 from experiments.command_line import option
-from infcl_jax.data.packing import Packing
+from infcl_jax.data.packing import PADDED, PackedEntry, Packing, TextPacker
 from infcl_jax.grad_cache import cached_value_and_grad
 from infcl_jax.losses import DistilledLoss, Loss, MatryoshkaLoss
 from infcl_jax.losses.base import IMAGE_TEXT_TEACHER, Targets
@@ -26,7 +27,7 @@ from infcl_jax.models.flops import step_flops
 from infcl_jax.planner import compiled_bytes
 from infcl_jax.runtime.mesh import DATA_AXIS, replicate, shard_batch
 from infcl_jax.runtime.progress import peak_memory
-from infcl_jax.settings import RunConfig, model_changes, total_steps, with_changes
+from infcl_jax.settings import TEXT_PACKINGS, RunConfig, model_changes, total_steps, with_changes
 from infcl_jax.training import (
     LOSSES,
     NO_CACHE,
@@ -42,12 +43,9 @@ from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 from infcl_jax.training.step import TrainStep, evaluate_loss, loss_inputs
 
 _SEED = 0
-_MEAN_TOKENS = 21  # of a caption, see `draw_lengths`
 _PROFILE = 50_000  # captions of the profile by which texts are packed
 # Least duration of a timed run, in seconds. Launching a step takes 1 to 3 ms.
 _STEP_SECONDS = 0.5
-# Size of the pool of random images that replayed batches are drawn from, in chunks.
-_POOL_CHUNKS = 2
 # Dataset size for the sample state of global contrastive losses: that of CC3M.
 _SAMPLES = 2_700_000
 # Inverse temperature of the teacher, whose features are random.
@@ -83,29 +81,33 @@ class Settings:
     teacher_features: int | None = option(
         None, "Feature dimension of a teacher, for a loss with distillation.", lower_bound=1
     )
-    captions: str = option(
+    caption_lengths: str = option(
         "full",
-        "Texts: full (of the context length), or of web captions' lengths (a mean of 21 tokens), padded or packed.",
-        known=("full", "padded", "packed"),
+        "Tokens of each text: full (the context length), laion (those of web captions, a mean of 21), or a file with a "
+        "number in each line, from which they are drawn.",
     )
+    text_packing: str = option("auto", "Encoding of shorter texts, as config.text_packing.", known=TEXT_PACKINGS)
     phases: bool = option(True, "Also time the phases of the step and exposed data transfer.")
     data: str | None = None
     repeats: int = 5
     precision: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.captions != "full" and self.cache.offload == "replay":
-            raise ValueError(f"expected offload 'none' or 'host' with captions {self.captions!r}, got 'replay'")
 
     @functools.cached_property
     def model_config(self) -> CLIPConfig:
         """Model configuration with its overrides."""
         return model_config(self.model, **model_changes(self.precision, self.model_overrides))
 
+    @functools.cached_property
+    def profile(self) -> np.ndarray | None:
+        """Numbers of tokens of many texts; None for those of the context length."""
+        if self.caption_lengths == "full":
+            return None
+        return draw_lengths(self.caption_lengths, _PROFILE, self.model_config.text.context_length)
+
     @property
     def flops(self) -> int:
         """FLOPs of a pair, of the tokens that count."""
-        return step_flops(self.model_config, text_tokens=None if self.captions == "full" else _MEAN_TOKENS)
+        return step_flops(self.model_config, text_tokens=None if self.profile is None else round(self.profile.mean()))
 
 
 @dataclasses.dataclass
@@ -174,12 +176,10 @@ class Case:
         config, cache, repeats = self.settings.model_config, self.settings.cache, self.settings.repeats
         rows = self.b * len(self.mesh.local_devices) // self.mesh.size
         if cache.offload == "replay":
-            reader = RandomReader(config, rows, self.mesh, cache.chunk_size)
-            pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh))
+            reader = RandomReader(config, rows, self.mesh, cache.chunk_size, self.settings.profile)
+            pairs = dict[str, Any](replayed(reader, cache.chunk_size, self.mesh, pack=self._packer()))
         else:
-            pairs = dict[str, Any](draw_pairs(config, rows))
-        if self.settings.captions != "full":
-            pairs["text"] = self._captions(rows)
+            pairs = self._packer().plan(draw_pairs(config, rows, self.settings.profile))
         pairs |= self._loss_inputs(rows)
         batch = shard_batch(self.mesh, pairs) if cache.offload == "none" else pairs
         state, step = self._initial_state(), self._train_step(cache)
@@ -209,21 +209,14 @@ class Case:
             if not harness.is_out_of_memory(error):
                 raise
 
-    def _captions(self, rows: int) -> Any:
-        """Draw texts of this process with the lengths of web captions, padded or packed."""
-        tower, rng = build_model(self.settings.model_config).text, np.random.default_rng(jax.process_index())
-        lengths = draw_lengths(rng, rows, tower.context_length)[:, None]
-        step, end = np.arange(tower.context_length), tower.vocab_size - 1
-        tokens = rng.integers(1, end, (rows, tower.context_length), dtype=np.int32)
-        tokens = np.where(step < lengths - 1, tokens, np.where(step == lengths - 1, end, 0)).astype(np.int32)
-        if self.settings.captions == "padded":
-            return tokens
+    def _packer(self) -> TextPacker:
+        """Return the packing of the texts, which pads those of full length."""
+        profile, tower = self.settings.profile, build_model(self.settings.model_config).text
+        if profile is None or self.settings.text_packing == "off":
+            return PADDED
         shard = (self.settings.cache.chunk_size or self.b) // self.mesh.size
-        packing = Packing.of(draw_lengths(np.random.default_rng(1), _PROFILE, tower.context_length), shard)
-        packed = packing.pack(tokens, tower.lengths(tokens), self.b // self.mesh.size)
-        if packed is None:
-            raise ValueError(f"expected captions that fit {packing}, got more; choose another batch size")
-        return packed
+        packing = Packing.of(profile, shard, shards=self.b // shard)
+        return TextPacker({"text": PackedEntry(packing, tower.lengths, profile.mean())}, len(self.mesh.local_devices))
 
     def _run_config(self) -> RunConfig:
         """Return the settings of a run on the files."""
@@ -342,56 +335,6 @@ class Case:
         on_devices = dataclasses.replace(cache, offload="none")
         resident = _Training(self._train_step(on_devices), train.state, shard_batch(self.mesh, pairs))
         return seconds - timing.seconds(resident, repeats, _STEP_SECONDS)
-
-
-def draw_lengths(rng: np.random.Generator, count: int, context_length: int) -> np.ndarray:
-    """Draw numbers of tokens of web captions as CLIP counts them, with a mean of `_MEAN_TOKENS`."""
-    return np.clip(2 + np.round(rng.lognormal(np.log(17), 0.5, count)), 3, context_length).astype(int)
-
-
-def draw_pairs(config: CLIPConfig, rows: int) -> dict[str, np.ndarray]:
-    """Draw random images and texts of this process.
-
-    Returns:
-      "image": uint8 `[rows, size, size, 3]`, and "text": int32 token ids `[rows, context_length]`.
-    """
-    rng = np.random.default_rng(jax.process_index())
-    return {"image": _draw_images(rng, config, rows), "text": _draw_texts(rng, config, rows)}
-
-
-def _draw_images(rng: np.random.Generator, config: CLIPConfig, rows: int) -> np.ndarray:
-    size = config.vision.image_size
-    return rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8)
-
-
-def _draw_texts(rng: np.random.Generator, config: CLIPConfig, rows: int) -> np.ndarray:
-    text = config.text
-    return rng.integers(0, text.vocab_size, (rows, text.context_length), dtype=np.int32)
-
-
-class RandomReader:
-    """Reader of random pairs, drawn from a small pool of images.
-
-    Every chunk is a contiguous slice of the pool, so a batch of any size fits into host memory.
-    """
-
-    def __init__(self, config: CLIPConfig, rows: int, mesh: Mesh, chunk_size: int) -> None:
-        self.rows, self._config = rows, config
-        pool = _POOL_CHUNKS * chunk_size * len(mesh.local_devices) // mesh.size
-        self._images = _draw_images(np.random.default_rng(jax.process_index()), config, pool)
-
-    def read(self, spans: list[slice]) -> dict[str, np.ndarray]:
-        """Read the rows of some slices.
-
-        The same slices give the same rows. Images repeat across chunks, texts do not.
-
-        Returns:
-          Images and token ids, as from `draw_pairs`.
-        """
-        count, first = sum(span.stop - span.start for span in spans), spans[0].start
-        start = first % (len(self._images) - count + 1)
-        rng = np.random.default_rng((jax.process_index(), first))
-        return {"image": self._images[start : start + count], "text": _draw_texts(rng, self._config, count)}
 
 
 def peak_bytes(mesh: Mesh) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
+from infcl_jax.data.packing import PADDED, TextPacker
 from infcl_jax.data.parallelism import (
     CONCATENATE,
     GPU_DECODE,
@@ -105,6 +106,7 @@ class TrainIterator(grain.DatasetIterator):
         may have the key `STATS`.
       row_bytes: bytes of a row in host memory.
       shared_row_bytes: bytes of a row in the shared memory of workers that must be free; 0: unknown.
+      packer: packing of the texts of each batch; `next_reader` leaves it out.
       finish: last stage of each batch; `next_reader` leaves it out.
       **reading: numbers of `infcl_jax.data.parallelism.choose_parallelism`.
 
@@ -125,27 +127,18 @@ class TrainIterator(grain.DatasetIterator):
         row_bytes: int,
         shared_row_bytes: int = 0,
         max_bad_records: float | None = None,
+        packer: TextPacker = PADDED,
         finish: "DeviceStage | None" = None,
         processes_per_host: int = 1,
         **reading: int | None,
     ):
         super().__init__()
         local_size = process_rows(batch_size, process_index, process_count)
-        if batch_size > len(source):
-            raise ValueError(
-                f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
-                f" {batch_size}; every sample appears at most once an epoch"
-            )
         check_at_least(0, max_bad_records=max_bad_records)
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+        order = sample_order(source, batch_size, seed)
         self._identity = {"num_examples": len(source), "batch_size": batch_size, "seed": seed}
         if isinstance(source, OrderedSource):
-            order = source.order(seed)
             self._identity["order"] = source.fingerprint()
-        else:
-            order = grain.MapDataset.range(len(source)).seed(seed).shuffle()  # reshuffles every epoch
-            order = order[: len(source) // batch_size * batch_size]
         self._rows = ProcessRows(order, batch_size, process_index, process_count)
         self._chunk_rows = chunk_size(local_size)
         self._chunks_per_batch = local_size // self._chunk_rows
@@ -156,6 +149,7 @@ class TrainIterator(grain.DatasetIterator):
         check_shared_memory(self.parallelism, chunk_bytes, self._chunks_per_batch, processes_per_host)
         self.bad_records = BadRecords(source, max_bad_records)
         self.dataset: Mapping[str, Any] = {}
+        self.packer = packer
         self._finish = finish
         self._next_batch = 0
         self._stale = False
@@ -169,7 +163,8 @@ class TrainIterator(grain.DatasetIterator):
         self._stale = False
         chunks = self._chunks.slice(slice(self._next_batch * self._chunks_per_batch, None))
         self._opened_batch, self._arrived = self._next_batch, _ArrivedChunks()
-        dataset = prefetched_batches(chunks, self._chunks_per_batch, self.parallelism, self._finish, self._arrived)
+        stages = self.packer, self._finish, self._arrived
+        dataset = prefetched_batches(chunks, self._chunks_per_batch, self.parallelism, *stages)
         # Threads and workers must stop before the interpreter tears down modules; `finalize` runs before that. It holds
         # this list instead of `self`, which would never be collected.
         self._batches = [iter(dataset)]
@@ -180,7 +175,7 @@ class TrainIterator(grain.DatasetIterator):
         if self._stale:
             self._finalizer()
             self._open()
-        batch = self.bad_records.take(next(self._batches[0]))
+        batch = self.packer.agree(self.bad_records.take(next(self._batches[0])))
         self._next_batch += 1
         return self._without_stats(batch if self._finish is None else self._finish.complete(batch))
 
@@ -298,6 +293,24 @@ class TrainIterator(grain.DatasetIterator):
                     self._threads.shutdown(cancel_futures=True)
 
 
+def sample_order(source: Source, batch_size: int, seed: int) -> grain.MapDataset:
+    """Return the sample index of each global row of an epoch, which further epochs reshuffle.
+
+    Raises:
+      ValueError: the batch is larger than the source, or the seed is out of range.
+    """
+    if batch_size > len(source):
+        raise ValueError(
+            f"batch_size must be at most the {len(source)} examples of {source.name}, split {source.split}, got"
+            f" {batch_size}; every sample appears at most once an epoch"
+        )
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    if isinstance(source, OrderedSource):
+        return source.order(seed)
+    return grain.MapDataset.range(len(source)).seed(seed).shuffle()[: len(source) // batch_size * batch_size]
+
+
 class _ArrivedChunks:
     """Counter of the chunks that leave the reading threads or workers, in order."""
 
@@ -312,10 +325,11 @@ def prefetched_batches(
     chunks: grain.MapDataset,
     chunks_per_batch: int,
     parallelism: Parallelism,
+    packer: TextPacker = PADDED,
     finish: "DeviceStage | None" = None,
     arrived: _ArrivedChunks | None = None,
 ) -> grain.IterDataset:
-    """Read chunks in threads or worker processes; one thread concatenates them to batches and finishes these ahead."""
+    """Read chunks in threads or worker processes; one thread makes batches of them, packs and finishes these ahead."""
     threads = 1 if parallelism.num_workers else parallelism.num_threads
     dataset = chunks.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))
     if parallelism.num_workers:
@@ -327,6 +341,7 @@ def prefetched_batches(
         # The chunks of the next batch are collected meanwhile.
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=1)
         dataset = dataset.map(functools.partial(_finished, finish))
+    dataset = dataset.map(packer.plan)
     return grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=parallelism.prefetch_batches)
 
 

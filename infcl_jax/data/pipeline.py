@@ -23,6 +23,7 @@ from infcl_jax.data.decode.device import DeviceDecoder, DeviceStage, EncodedImag
 from infcl_jax.data.decode.pillow import MAX_PIXELS, decode_crop
 from infcl_jax.data.feature_store import FeatureStore, PrecomputedSource, TeacherFeatures, TeacherTokens
 from infcl_jax.data.iterator import STATS, TrainIterator
+from infcl_jax.data.packing import PADDED, TextPacker
 from infcl_jax.data.parallelism import TOKENIZE, check_at_least, take_seconds, timed
 from infcl_jax.data.positive_ids import POSITIVES, image_id, positive_id
 from infcl_jax.data.reader import BAD_RECORDS, RecordReader, as_array
@@ -191,6 +192,7 @@ def train_iterator(
     features: Mapping[str, FeatureStore] | None = None,
     positives: str = "pair",
     teacher: TeacherTokens | TeacherFeatures | None = None,
+    packer: TextPacker = PADDED,
 ) -> TrainIterator:
     """Create an endless iterator of training batches.
 
@@ -231,6 +233,7 @@ def train_iterator(
         and token ids. Images with cached features are neither read nor decoded.
       positives: "pair", or what samples with equal ids share, see `infcl_jax.data.positive_ids`.
       teacher: token ids or cached features of a teacher, see `infcl_jax.data.feature_store`.
+      packer: packing of the texts, which then are `PackedTokens`.
 
     Returns:
       An iterator of {"image": uint8 [b, S, S, 3], "text": int32 [b, L], "index": int64 [b]}, with `get_state` and
@@ -283,5 +286,14 @@ def train_iterator(
         cores=cores,
         processes_per_host=processes_per_host,
         shared_row_bytes=row_bytes if decoders is None and "image" not in features else 0,
+        packer=packer,
         finish=None if decoders is None else DeviceStage(decoders, sharding, host, image_size),
     )
+
+
+def text_reader(
+    source: Source, tokenizer: Tokenizer, seed: int, teacher: TeacherTokens | None = None
+) -> Callable[[Sequence[tuple[int, int]]], dict[str, Any]]:
+    """Make a function that reads the texts of (global row, sample index) pairs of `train_iterator`, without images."""
+    chunk = _TrainChunk(RecordReader(source), tokenizer, image_size=0, augmentation=None, seed=seed, teacher=teacher)
+    return functools.partial(chunk.read, to_image=lambda row, example: None)

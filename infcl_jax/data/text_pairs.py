@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from infcl_jax.data.iterator import STATS, TrainIterator
+from infcl_jax.data.packing import PADDED, TextPacker
 from infcl_jax.data.parallelism import READ, TOKENIZE, check_at_least, take_seconds, timed
 from infcl_jax.data.reader import BAD_RECORDS, as_array, read_good
 from infcl_jax.data.sources.text_records import Passage
@@ -64,7 +65,7 @@ class PairTexts:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PairChunk:
+class PairReader:
     """Function that makes one chunk of a batch from (global row, sample index) pairs."""
 
     source: QuerySource
@@ -75,6 +76,7 @@ class _PairChunk:
     teacher: PairTexts | None = None
 
     def __call__(self, rows: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Read the texts of the rows."""
         take_seconds()  # of a chunk that raised
         bad: dict[int, str] = {}
         with timed(READ):
@@ -118,6 +120,7 @@ def pair_iterator(
     prefetch_batches: int | None = None,
     max_bad_records: float | None = None,
     teacher: PairTexts | None = None,
+    packer: TextPacker = PADDED,
 ) -> TrainIterator:
     """Create an endless iterator of training batches of queries with passages.
 
@@ -145,6 +148,7 @@ def pair_iterator(
       prefetch_batches: number of batches to prefetch; None: 2.
       max_bad_records: maximum number of different bad records to replace, see `infcl_jax.data.train_iterator`.
       teacher: tokenization of a teacher, which adds "teacher_query" and "teacher_passage"; None: none.
+      packer: packing of queries and passages, which then are `PackedTokens`.
 
     Returns:
       An iterator of {"query": int32 [b, Lq], "passage": int32 [b (1 + n), L], "passage_mask": bool [b (1 + n)],
@@ -157,7 +161,7 @@ def pair_iterator(
     check_at_least(0, hard_negatives=hard_negatives)
     return TrainIterator(
         source,  # type: ignore[arg-type]
-        _PairChunk(source, texts, hard_negatives, positive, seed, teacher),
+        PairReader(source, texts, hard_negatives, positive, seed, teacher),
         batch_size=batch_size,
         seed=seed,
         row_bytes=(2 + hard_negatives) * 4 * texts.tokenizer.context_length,
@@ -167,4 +171,5 @@ def pair_iterator(
         num_workers=num_workers,
         num_threads=num_threads,
         prefetch_batches=prefetch_batches,
+        packer=packer,
     )

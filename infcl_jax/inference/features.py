@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,11 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from infcl_jax.inference.text_batches import agreed_batches, text_batches
 from infcl_jax.losses.matryoshka import prefix
+from infcl_jax.ops.packing import PackedTokens
 from infcl_jax.runtime.mesh import shard_batch, to_host
-from infcl_jax.runtime.processes import gather
 
-Encode = Callable[[Any, jax.Array], jax.Array]
+Encode = Callable[[Any, Any], jax.Array]
 Batch = Mapping[str, np.ndarray]
 
 _IMAGE_KEYS = ("image", "label", "index", "mask")
@@ -30,8 +32,8 @@ class TowerEncoder:
     Equal models have equal encoders, so they share the programs of `encode_sharded`.
 
     Attributes:
-        model: a `CLIP` module.
-        method: "encode_image" or "encode_text".
+        model: a `CLIP` or `TextPair` module.
+        method: method of the model, such as "encode_text".
         dim: size of the normalized prefix of the features; None: the whole features.
     """
 
@@ -39,10 +41,17 @@ class TowerEncoder:
     method: str
     dim: int | None = None
 
-    def __call__(self, variables: Any, inputs: jax.Array) -> jax.Array:
+    def __call__(self, variables: Any, inputs: jax.Array | PackedTokens) -> jax.Array:
         """Encode a batch to [b, D], given the Flax variables of the model."""
         features = cast(jax.Array, self.model.apply(variables, inputs, method=self.method))
         return features if self.dim is None else prefix(features, self.dim)
+
+    @property
+    def packable_tower(self) -> Any:
+        """Text tower that can encode packed texts; None if it may attend to padding."""
+        name = self.method.removeprefix("encode_")
+        tower = getattr(self.model, "text", None) or getattr(self.model, name, None)
+        return None if getattr(tower, "attends_to_padding", True) else tower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +105,8 @@ def encode_split(
     padding.
 
     Captions are a stream of their own, encoded after the images in batches of the same number of rows, because images
-    have different numbers of captions. Until then, their tokens stay in host memory.
+    have different numbers of captions. Until then, their tokens stay in host memory. Equal captions have equal
+    features.
 
     Examples:
       >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
@@ -153,7 +163,8 @@ def encode_split(
                 f"expected captions of every image and of no others, got none for {len(missing)} of "
                 f"{len(image['index'])} images and those of {len(unknown)} others; use eval_batches"
             )
-        text, text_image = sorted_captions["feature"], np.searchsorted(image["index"], own).astype(np.int32)
+        text = sorted_captions["feature"][_first_equal(sorted_captions["text"])]
+        text_image = np.searchsorted(image["index"], own).astype(np.int32)
     return Features(image["feature"], text, text_image, image["label"], image["index"])
 
 
@@ -173,7 +184,7 @@ def encode_image_batches(
             rows = max(rows, _padded_rows(batch, mesh))
             label, mask = np.asarray(batch["label"], np.int32), np.asarray(batch["mask"], np.bool_)
             fields = {"image": np.asarray(batch["image"]), "label": label, "index": batch["index"], "mask": mask}
-            device = _shard(fields, rows, mesh)
+            device = _shard({key: pad_rows(value, rows) for key, value in fields.items()}, mesh)
             yield {"feature": encode_sharded(encode_image, mesh, params, device.pop("image")), **device}
 
     yield from _collected(encoded())
@@ -184,20 +195,29 @@ def encode_caption_rows(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Encode the captions of all processes, one batch ahead of the host; for arguments see `encode_split`.
 
+    Captions are packed if the encoder is a `TowerEncoder` that allows it and that saves batches.
+
     Args:
         captions: `text` int32 [c, L] and `text_index` int64 [c] of this process; c may differ between processes.
-        rows: captions of each process encoded at once, a multiple of its devices.
+        rows: padded captions of each process encoded at once, a multiple of its devices.
 
     Yields:
-        `feature` float32 [m, D] and `index` int64 [m] of m captions, on every process.
+        `feature` float32 [m, D], `index` int64 [m] and `text` int32 [m, L] of m captions, on every process.
     """
 
+    tower, devices = getattr(encode_text, "packable_tower", None), len(mesh.local_devices)
+
     def encoded() -> Iterator[dict[str, jax.Array]]:
-        # Processes have different numbers of captions but must run the same number of steps.
-        for start in range(0, max(gather(len(captions["text"]))), rows):
-            text, index = (captions[key][start : start + rows] for key in _TEXT_KEYS)
-            device = _shard({"text": text, "index": index, "mask": np.ones(len(text), np.bool_)}, rows, mesh)
-            yield {"feature": encode_sharded(encode_text, mesh, params, device.pop("text")), **device}
+        start = 0
+        for inputs, is_text in agreed_batches(tower, captions["text"], rows, devices):
+            stop = start + int(is_text.sum())
+            index = np.full(len(is_text), -1, np.int64)
+            index[is_text] = captions["text_index"][start:stop]
+            start = stop
+            device = _shard({"text": inputs, "index": index, "mask": is_text}, mesh)
+            text = device.pop("text")
+            feature = encode_sharded(encode_text, mesh, params, text)
+            yield {"feature": feature, "text": text.tokens if isinstance(text, PackedTokens) else text, **device}
 
     yield from _collected(encoded())
 
@@ -212,21 +232,28 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode N >= 1 texts, the same on every process.
 
+    Texts are packed if the encoder is a `TowerEncoder` that allows it and that saves tokens. Equal texts have equal
+    features.
+
     Args:
         tokenize: function from n texts to int32 [n, L].
-        batch_size: texts encoded at once, over all devices; rounded up to a multiple of the mesh size.
+        batch_size: padded texts encoded at once, over all devices; rounded up to a multiple of the mesh size.
 
     Returns:
         float32 [N, D], on every process.
     """
-    rows = padded_size(len(texts), batch_size, mesh.size)
+    number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    tower, rows = getattr(encode_text, "packable_tower", None), padded_size(len(number), batch_size, mesh.size)
+    tokens = (tokenize(list(batch)) for batch in itertools.batched(number, rows))
 
-    def encoded() -> Iterator[jax.Array]:
-        for start in range(0, len(texts), rows):
-            ids = tokenize(texts[start : start + rows])  # while the devices encode the previous texts
-            yield encode_sharded(encode_text, mesh, params, shard_rows(mesh, pad_rows(ids, rows)))
+    def encoded() -> Iterator[dict[str, jax.Array]]:
+        # Texts are tokenized while the devices encode the previous ones.
+        for inputs, is_text in text_batches(tower, tokens, rows, mesh.size):
+            device, mask = jax.tree.map(functools.partial(shard_rows, mesh), (inputs, is_text))
+            yield {"feature": encode_sharded(encode_text, mesh, params, device), "mask": mask}
 
-    return np.concatenate(list(_on_host(encoded())))[: len(texts)]
+    features = np.concatenate([batch["feature"] for batch in _without_padding(encoded())])
+    return features[[number[text] for text in texts]]
 
 
 def check_sequence(name: str, values: Any) -> None:
@@ -246,16 +273,18 @@ def padded_size(count: int, batch_size: int, multiple: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array) -> jax.Array:
+def encode_sharded(encode: Encode, mesh: Mesh, params: Any, inputs: jax.Array | PackedTokens) -> jax.Array:
     """Encode inputs [b, ...], sharded over the axis "data" of `mesh`, as float32 [b, D] with the same sharding.
 
     Raises:
         ValueError: the output of the encoder is not [b, D].
     """
-    features = encode(jax.lax.with_sharding_constraint(params, NamedSharding(mesh, P())), inputs)
-    if features.ndim != 2 or features.shape[0] != inputs.shape[0]:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells the ops how rows are sharded
+        features = encode(jax.lax.with_sharding_constraint(params, NamedSharding(mesh, P())), inputs)
+    shape = jax.tree.leaves(inputs)[0].shape
+    if features.ndim != 2 or features.shape[0] != shape[0]:
         raise ValueError(
-            f"expected an encoder that maps {inputs.shape} to [{inputs.shape[0]}, D], got an output of shape "
+            f"expected an encoder that maps {shape} to [{shape[0]}, D], got an output of shape "
             f"{features.shape}; pool and project the features inside the encoder"
         )
     return jax.lax.with_sharding_constraint(features.astype(jnp.float32), NamedSharding(mesh, P("data")))
@@ -309,11 +338,11 @@ def _check_fields(batch: Batch, keys: Sequence[str]) -> None:
         raise ValueError(f"expected one length for the fields of an evaluation batch, got {lengths}")
 
 
-def _shard(fields: dict[str, np.ndarray], rows: int, mesh: Mesh) -> dict[str, jax.Array]:
-    """Pad process-local fields to `rows` rows and shard them; the index becomes int32 words."""
+def _shard(fields: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Shard the fields of this process's rows; the index becomes int32 words."""
     # JAX without x64 truncates int64 to int32. Two 32-bit words per row represent any index exactly.
     words = np.ascontiguousarray(fields["index"], np.int64).view(np.int32).reshape(-1, 2)
-    return shard_batch(mesh, {key: pad_rows(value, rows) for key, value in (fields | {"index": words}).items()})
+    return cast(dict[str, Any], shard_batch(mesh, fields | {"index": words}))
 
 
 def _on_host[T](batches: Iterable[T]) -> Iterator[Any]:
@@ -328,12 +357,17 @@ def _on_host[T](batches: Iterable[T]) -> Iterator[Any]:
     yield from map(to_host, pending)
 
 
-def _collected(batches: Iterable[dict[str, jax.Array]]) -> Iterator[dict[str, np.ndarray]]:
-    """Gather batches on every host, without their padding."""
+def _without_padding(batches: Iterable[dict[str, jax.Array]]) -> Iterator[dict[str, np.ndarray]]:
+    """Gather batches on every host, without the rows of a false mask."""
     for host in _on_host(batches):
         keep = np.asarray(host.pop("mask"))
-        host["index"] = np.ascontiguousarray(host["index"]).view(np.int64).reshape(-1)
         yield {key: value[keep] for key, value in host.items()}
+
+
+def _collected(batches: Iterable[dict[str, jax.Array]]) -> Iterator[dict[str, np.ndarray]]:
+    """Gather batches without their padding, with int64 indices."""
+    for batch in _without_padding(batches):
+        yield batch | {"index": np.ascontiguousarray(batch["index"]).view(np.int64).reshape(-1)}
 
 
 def _sorted(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray] | None:
@@ -344,3 +378,12 @@ def _sorted(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray] |
     fields = {key: np.concatenate([batch[key] for batch in host]) for key in host[0]}
     order = np.argsort(fields["index"], kind="stable")  # captions of an image keep their order
     return {key: value[order] for key, value in fields.items()}
+
+
+def _first_equal(text: np.ndarray) -> list[int]:
+    """Return the first row of the same token ids for each row.
+
+    The features of a packed text depend on its place by rounding, but those of equal captions must tie.
+    """
+    first: dict[bytes, int] = {}
+    return [first.setdefault(ids.tobytes(), row) for row, ids in enumerate(text)]

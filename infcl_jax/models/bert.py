@@ -1,5 +1,6 @@
 """BERT and RoBERTa text towers: post-LayerNorm encoders that mask padding."""
 
+import math
 from typing import Literal
 
 import flax.linen as nn
@@ -7,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int, Integer
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Integer
 
-from infcl_jax.models.layers import LayerNorm, check_packable, feature_projection, normal
+from infcl_jax.models.layers import LayerNorm, TokenDropout, feature_projection, normal
 from infcl_jax.models.transformer import RESIDUAL, Mlp, SelfAttention, rematerialized
 from infcl_jax.models.transformer_config import TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
@@ -44,9 +45,10 @@ class BertBlock(nn.Module):
         c = self.config
 
         def add_and_normalize(x: jax.Array, y: jax.Array, bias: jax.Array, number: int) -> jax.Array:
-            y = nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(route_gradient(y, bias))
+            y = TokenDropout(c.dropout, name=f"drop_{number}")(route_gradient(y, bias), index, train)
             return LayerNorm(c, name=f"ln_{number}")(x + y)
 
+        index = _padded_index(x.shape[:1], packed)
         attended = SelfAttention(c, self.positions, name="attn")(x, key_mask=key_mask, packed=packed)
         x = checkpoint_name(add_and_normalize(x, *attended, 1), RESIDUAL)
         return add_and_normalize(x, *Mlp(c, name="mlp")(x), 2)
@@ -106,15 +108,11 @@ class Bert(nn.Module):
 
         Returns:
           float32 [b, embed_dim], not normalized.
-
-        Raises:
-          ValueError: the tokens are packed and dropout is on.
         """
         encoder = BertEncoder(self.config, name="transformer")
         if isinstance(tokens, PackedTokens):
-            check_packable(self, train)
             packed = tokens.unpacked()
-            x = encoder(self._embed(packed.tokens, train, packed.positions), None, train, packed)
+            x = encoder(self._embed(packed.tokens, train, packed), None, train, packed)
             x = self._pooled_packed(x.astype(jnp.float32), packed)
         else:
             # The first token counts, or a text of padding alone would have no key.
@@ -138,7 +136,7 @@ class Bert(nn.Module):
         return np.where(is_token.any(1), tokens.shape[1] - is_token[:, ::-1].argmax(1), 1)
 
     def _embed(
-        self, tokens: Integer[Array, "b t"], train: bool, position_ids: Integer[Array, "b t"] | None = None
+        self, tokens: Integer[Array, "b t"], train: bool, packed: PackedRows | None = None
     ) -> Float[Array, "b t {self.config.width}"]:
         """Return the normalized sum of token, position and type embeddings."""
         c = self.config
@@ -148,11 +146,12 @@ class Bert(nn.Module):
 
         positions = table("positional_embedding", self.max_positions).astype(jnp.float32)
         token_type = table("token_type_embedding", self.token_types)[:1].astype(jnp.float32)
-        count = tokens.shape[1] if position_ids is None else self.context_length
+        count = tokens.shape[1] if packed is None else self.context_length
+        position_ids = None if packed is None else packed.positions
         shifts = positions[self.position_offset :][:count] + token_type
         x = embed_tokens(table("token_embedding", self.vocab_size), shifts, tokens, c.dtype, position_ids)
         x = LayerNorm(c, name="ln_embed")(x)
-        return nn.Dropout(c.dropout, deterministic=not train, name="drop_embed")(x)
+        return TokenDropout(c.dropout, name="drop_embed")(x, _padded_index(tokens.shape, packed), train)
 
     def _pooled(
         self, x: Float32[Array, "b t {self.config.width}"], is_token: Bool[Array, "b t"]
@@ -200,6 +199,13 @@ class BertEncoder(nn.Module):
             x = block(c, t, name=f"block_{i:02d}")(x, key_mask, train, packed)
             x = checkpoint_name(x, RESIDUAL)  # outside the block, whose own remat policy would hide the name
         return x.reshape(b, t, width)
+
+
+def _padded_index(shape: tuple[int, ...], packed: PackedRows | None) -> Int32[Array, "..."]:
+    """Return the index of each token of an array of `shape`, see `PackedRows.padded_index`."""
+    if packed is not None:
+        return packed.padded_index.reshape(shape)
+    return jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
 
 
 class _ProjectionMlp(nn.Module):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Integer
 
 from infcl_jax.models.transformer_config import TransformerConfig
@@ -105,6 +106,40 @@ class Dense(nn.Module):
         return checkpointed_affine(x.astype(self.config.dtype), (kernel,), (lax.stop_gradient(bias),))[0], bias
 
 
+class TokenDropout(nn.Module):
+    """Dropout with masks that do not depend on the layout of the batch.
+
+    The mask of a token is a function of the "dropout" rng and the index of the token, so padded and packed sequences
+    get the same masks. The random bits are the Threefry hash of the counter (index, channel // 4). One hash gives four
+    channels 16 bits each, so the rate is rounded down to a multiple of 2^-16.
+
+    Sources: Srivastava et al. 2014; Salmon et al. 2011 (counter-based random numbers).
+    """
+
+    rate: float
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*batch width"], index: Integer[Array, "*batch"], train: bool
+    ) -> Float[Array, "*batch width"]:
+        """Drop elements of [..., width] and scale the others, so that the expectation is `x`.
+
+        Args:
+          x: states of tokens.
+          index: index of each token, see `PackedRows.padded_index`.
+          train: whether dropout is on; it needs the "dropout" rng unless the rate is 0.
+        """
+        if not (train and self.rate):
+            return x
+        dropped, width = int(self.rate * 2**16), x.shape[-1]
+        shape = (*index.shape, -(-width // 4))
+        token = jnp.broadcast_to(index.astype(jnp.uint32)[..., None], shape)
+        channels = lax.broadcasted_iota(jnp.uint32, shape, index.ndim)
+        words = threefry2x32_p.bind(*jax.random.bits(self.make_rng("dropout"), (2,)), token, channels)
+        kept = jnp.concatenate([bits >= dropped for word in words for bits in (word >> 16, word & 0xFFFF)], axis=-1)
+        return jnp.where(kept[..., :width], x / (1 - dropped / 2**16), jnp.zeros_like(x))
+
+
 def feature_projection(config: TransformerConfig, features: int, name: str, *, use_bias: bool = False) -> nn.Dense:
     """Build a float32 projection of pooled states, whose cost is negligible."""
     return nn.Dense(
@@ -115,17 +150,6 @@ def feature_projection(config: TransformerConfig, features: int, name: str, *, u
         kernel_init=normal(config.input_std),
         name=name,
     )
-
-
-def check_packable(tower: Any, train: bool) -> None:
-    """Raise `ValueError` for a text tower that cannot encode `PackedTokens`.
-
-    It attends to padding, or dropout is on.
-    """
-    if tower.attends_to_padding:
-        raise ValueError("expected padded texts, since this tower attends to padding, got packed ones")
-    if train and tower.config.dropout:
-        raise ValueError(f"expected dropout 0 in training with packed texts, got {tower.config.dropout}; pad the texts")
 
 
 def checkpointed_affine(x: jax.Array, kernels: Arrays, biases: Biases) -> Arrays:

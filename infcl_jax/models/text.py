@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32, Integer
 
-from infcl_jax.models.layers import LayerNorm, check_packable, feature_projection, normal
+from infcl_jax.models.layers import LayerNorm, feature_projection, normal
 from infcl_jax.models.transformer import Transformer
 from infcl_jax.models.transformer_config import Projection, TransformerConfig
 from infcl_jax.ops.embedding import embed_tokens
@@ -76,11 +76,12 @@ class TextTransformer(nn.Module):
           float32 [b, embed_dim], not normalized.
 
         Raises:
-          ValueError: the tokens are packed, but the tower attends to padding, or dropout is on.
+          ValueError: the tokens are packed, but the tower attends to padding.
         """
         transformer = Transformer(self.config, name="transformer")
         if isinstance(tokens, PackedTokens):
-            check_packable(self, train)
+            if self.attends_to_padding:
+                raise ValueError("expected padded texts, since this tower attends to padding, got packed ones")
             packed = tokens.unpacked()
             x = transformer(self._embed(packed.tokens, packed.positions), packed.last, train=train, packed=packed)
         else:

@@ -133,7 +133,11 @@ class TextPair(nn.Module):
     scale: float = 1.0
 
     def __call__(
-        self, query: Integer[Array, "b t"], passage: Integer[Array, "bp u"], *, train: bool = False
+        self,
+        query: Integer[Array, "b t"] | PackedTokens,
+        passage: Integer[Array, "bp u"] | PackedTokens,
+        *,
+        train: bool = False,
     ) -> TextPairOutput:
         """Encode queries and passages, see `encode_query`."""
         features = self.encode_query(query, train=train), self.encode_passage(passage, train=train)

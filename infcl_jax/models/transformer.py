@@ -11,9 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, checkpointed_affine, take_positions
+from infcl_jax.models.layers import PRODUCT, Dense, LayerNorm, TokenDropout, checkpointed_affine, take_positions
 from infcl_jax.models.transformer_config import Remat, TransformerConfig
 from infcl_jax.ops.attention.api import AttentionImplementation, attend, attend_from, padding_for, prefers_packed
 from infcl_jax.ops.layer_norm.api import broadcast_vector
@@ -169,8 +169,9 @@ class TransformerBlock(nn.Module):
                 init = nn.initializers.constant(c.layer_scale)
                 factors = self.param(f"ls_{number}", init, (c.width,), c.param_dtype)
                 y = (y.astype(jnp.float32) * broadcast_vector(factors, y)).astype(y.dtype)
-            return nn.Dropout(c.dropout, deterministic=not train, name=f"drop_{number}")(y), None
+            return TokenDropout(c.dropout, name=f"drop_{number}")(y, index, train), None
 
+        index = self._padded_index(x.shape[0], position, packed)
         attention = SelfAttention(c, self.positions, self.padding, name="attn")
         y, x = LayerNorm(c, name="ln_1").with_residual(x, deferred_bias)
         y, deferred_bias = scale_and_drop(*attention(y, position, packed=packed), 1)
@@ -182,6 +183,17 @@ class TransformerBlock(nn.Module):
         y, x = LayerNorm(c, name="ln_2").with_residual(x, deferred_bias)
         y, deferred_bias = scale_and_drop(*Mlp(c, name="mlp")(y), 2)
         return x + y, deferred_bias
+
+    def _padded_index(
+        self, tokens: int, position: Integer[Array, "n"] | None, packed: PackedRows | None
+    ) -> Int32[Array, "rows"]:
+        """Return the index of each computed token, see `PackedRows.padded_index`."""
+        if packed is not None:
+            index = packed.padded_index.reshape(-1)
+            return index if position is None else packed.take(index, position)
+        sequence = jnp.arange(tokens // self.positions, dtype=jnp.int32)[:, None]
+        steps = jnp.arange(self.positions, dtype=jnp.int32)[None] if position is None else position[:, None]
+        return (sequence * (self.positions - self.padding) + steps.astype(jnp.int32)).reshape(-1)
 
 
 def rematerialized[Block: nn.Module](block: type[Block], remat: Remat | None, train_argument: int) -> type[Block]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from infcl_jax.ops.common.sharding import automatic_axes, on_each_device
 
@@ -29,8 +29,8 @@ class PackedTokens:
 
     The arrays have one row per sequence, so they are sharded and cut into chunks like padded sequences. A shard is what
     one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.Packing`
-    makes the plan. A plan for other shards, such as those of fewer devices, gives NaN features, since compiled code
-    cannot raise.
+    makes the plan. In a plan for other shards, such as those of fewer devices, the features of sequences without a
+    place of their own are NaN, since compiled code cannot raise.
 
     Examples:
       >>> ids = jnp.array([[1, 2, 0], [3, 4, 5]])  # of 2 and 3 tokens
@@ -42,7 +42,7 @@ class PackedTokens:
       tokens: integer [b, t], token ids.
       row: int32 [b], row of each sequence in its shard.
       offset: int32 [b], position of its first token in the row.
-      length: int32 [b], number of its tokens, at least 1.
+      length: int32 [b], number of its tokens; 0 for a sequence to leave out, whose feature means nothing.
       row_length: tokens of a row.
       rows: rows of a full shard.
       shard: sequences of a full shard; fewer sequences get rows in proportion.
@@ -59,13 +59,17 @@ class PackedTokens:
     def unpacked(self) -> "PackedRows":
         """Lay out the rows of every shard, on the device."""
         devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in automatic_axes())
-        rows = rows_of(len(self.tokens) // devices, self.rows, self.shard)
+        sequences = len(self.tokens)
+        rows = rows_of(sequences // devices, self.rows, self.shard)
         lay_out = functools.partial(_lay_out, shape=(rows, self.row_length))
-        return PackedRows(*_on_each_shard(lay_out)(self.tokens, self.row, self.offset, self.length))
+        sequence = jnp.arange(sequences, dtype=jnp.int32)
+        return PackedRows(*_on_each_shard(lay_out)(self.tokens, sequence, self.row, self.offset, self.length))
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("tokens", "start", "stop", "first", "last"), meta_fields=()
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens", "padded_index", "start", "stop", "first", "last"),
+    meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
@@ -75,6 +79,8 @@ class PackedRows:
 
     Attributes:
       tokens: integer [r, l], token ids.
+      padded_index: int32 [r, l], index of each token among the tokens of all padded sequences, over all shards; 0 for a
+        token that belongs to no sequence.
       start: int32 [r, l], position in the row of the first token of each token's sequence.
       stop: int32 [r, l], position after the last one.
       first: int32 [b], index of each sequence's first token among all tokens of its shard.
@@ -82,6 +88,7 @@ class PackedRows:
     """
 
     tokens: Any
+    padded_index: Any
     start: Any
     stop: Any
     first: Any
@@ -92,7 +99,7 @@ class PackedRows:
         """Position of each token in its sequence."""
         return jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - self.start
 
-    def take(self, states: Float[Array, "tokens width"], index: Int32[Array, "b"]) -> Float[Array, "b width"]:
+    def take(self, states: Shaped[Array, "tokens *rest"], index: Int32[Array, "b"]) -> Shaped[Array, "b *rest"]:
         """Gather the states of one token of each sequence, `index` being `first` or `last`."""
         return _on_each_shard(_take)(states, index)
 
@@ -116,12 +123,18 @@ def in_span(start: Int32[Array, "r l"], stop: Int32[Array, "r l"]) -> Bool[Array
 
 
 def _lay_out(
-    tokens: jax.Array, row: jax.Array, offset: jax.Array, length: jax.Array, *, shape: tuple[int, int]
+    tokens: jax.Array,
+    sequence: jax.Array,
+    row: jax.Array,
+    offset: jax.Array,
+    length: jax.Array,
+    *,
+    shape: tuple[int, int],
 ) -> tuple[jax.Array, ...]:
     """Lay out the rows of one shard, see `PackedRows`."""
-    row_length = shape[1]
+    row_length, padded_length = shape[1], tokens.shape[1]
     first = row * row_length + offset
-    step = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    step = jnp.arange(padded_length, dtype=jnp.int32)[None]
     index = jnp.where(step < length[:, None], first[:, None] + step, math.prod(shape))  # padding is dropped
 
     def place(values: jax.Array, others: jax.Array) -> jax.Array:
@@ -131,7 +144,12 @@ def _lay_out(
 
     positions = jnp.arange(row_length, dtype=jnp.int32)
     start, stop = place(offset[:, None], positions), place((offset + length)[:, None], positions + 1)
-    return place(tokens, jnp.zeros((), tokens.dtype)), start, stop, first, first + length - 1
+    own = sequence[:, None] * padded_length + step
+    padded_index = place(own, jnp.int32(0))
+    # In a plan for other shards, sequences are outside of the rows or share a place.
+    placed = (padded_index.reshape(-1).at[index].get(mode="fill", fill_value=-1) == own) | (step >= length[:, None])
+    first = jnp.where(placed.all(1), first, math.prod(shape))
+    return place(tokens, jnp.zeros((), tokens.dtype)), padded_index, start, stop, first, first + length - 1
 
 
 def _on_each_shard(function: Callable) -> Callable:
@@ -141,8 +159,11 @@ def _on_each_shard(function: Callable) -> Callable:
 
 @jax.custom_vjp
 def _take(states: jax.Array, index: jax.Array) -> jax.Array:
-    """Gather rows of distinct indices, NaN beyond the last; the gradient adds nothing."""
-    return states.at[index].get(mode="fill", fill_value=jnp.nan)
+    """Gather rows of distinct indices; the gradient adds nothing.
+
+    Beyond the last row, `get` gives NaN, or the smallest integer.
+    """
+    return states.at[index].get(mode="fill")
 
 
 def _take_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:

@@ -1,12 +1,13 @@
 """Memory plan of one training step."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self, cast
 
 import jax.numpy as jnp
 import optax
 
+from infcl_jax.data import Packing
 from infcl_jax.models import CLIP, CLIPConfig, TextPair, TextPairConfig, build_model
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.convert import config_of
@@ -48,6 +49,8 @@ class Workload:
       passages: passages of each query of a `TextPair`.
       teacher: teacher of a run with distillation or guided negatives; None: neither.
       by_id: whether positives are given by id, see `infcl_jax.clip_loss`.
+      packings: packing of texts by encoder, which saves time; memory is planned for batches that do not fit, which are
+        padded.
 
     Raises:
       ValueError: a name is unknown, a number is out of range, or the batch or chunk size does not fit the devices.
@@ -69,6 +72,7 @@ class Workload:
     passages: int = 1
     teacher: TeacherMemory | None = None
     by_id: bool = False
+    packings: Mapping[str, Packing] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_choice("implementation", self.implementation, IMPLEMENTATIONS)

@@ -11,6 +11,7 @@ from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.convert import config_of
 from infcl_jax.models.flops import group_flops
 from infcl_jax.models.registry import bert_config_of
+from infcl_jax.ops.packing import rows_of
 from infcl_jax.planner.activations import feature_width, parameter_shapes, tree_bytes
 from infcl_jax.planner.api import Workload
 from infcl_jax.planner.devices import Device, Rates, rates_of
@@ -211,13 +212,18 @@ def _passes(workload: Workload, name: str, rates: Rates) -> tuple[float, float, 
 
 
 def _tower_time(workload: Workload, name: str, rows: int, rates: Rates) -> TowerTime:
-    model = cast(Any, workload.model)
+    model, flops, tower = cast(Any, workload.model), 0, cast(Any, None)
     if isinstance(model, TextPair):
         bert = cast(Bert, model.text or getattr(model, name))
-        return tower_time(bert_config_of(bert), model.embed_dim, rows, rates, bert.config.dtype, 0)
-    config = config_of(model)
-    tower = {"image": config.vision, "text": config.text}[name]
-    return tower_time(tower, config.embed_dim, rows, rates, config.dtype, sum(group_flops(config)[name]))
+        tower, dtype = bert_config_of(bert), bert.config.dtype
+    else:
+        config = config_of(model)
+        tower = {"image": config.vision, "text": config.text}[name]
+        dtype, flops = config.dtype, sum(group_flops(config)[name])
+    if (packing := workload.packings.get(name)) is not None:
+        rows = rows_of(rows, packing.rows, packing.shard)
+        tower = dataclasses.replace(tower, context_length=packing.row_length)
+    return tower_time(tower, feature_width(model), rows, rates, dtype, flops)
 
 
 def _trained_share(workload: Workload, name: str) -> float:

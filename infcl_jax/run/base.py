@@ -32,6 +32,7 @@ from infcl_jax.models.clip import row_shapes
 from infcl_jax.ops.pairwise.lse.guide import Margin
 from infcl_jax.run.frozen_towers import FeatureCache, Teacher, TeacherInputs
 from infcl_jax.run.model import overridden_model, restored_model
+from infcl_jax.run.text_packing import TextPacking, TextReader, choose_packing, counts_alike, text_towers
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import RunConfig, total_steps
 from infcl_jax.training import (
@@ -235,19 +236,47 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         config = self.config
         arguments = config.seed, self.grad_cache, self.mesh, config.parameter_sharding, config.on_nonfinite
         step = make_train_step(self.loss, *arguments)
-        return step if self.teacher is None else self.teacher.with_features(step, self.mesh, self.grad_cache)
+        if self.teacher is None:
+            return step
+        own, other = text_towers(self.model), text_towers(self.teacher.model)
+        padded = [name for name, tower in other.items() if not counts_alike(tower, own[name])]
+        return self.teacher.with_features(step, self.mesh, self.grad_cache, padded)
 
     @functools.cached_property
     @abc.abstractmethod
     def suite(self) -> Suite | TextRetrievalSuite:
         """Evaluations of the run, see `infcl_jax.run.evaluation_suite`."""
 
+    @property
+    def text_towers(self) -> dict[str, Any]:
+        """Text encoders by the entries of a batch that have token ids, those of a teacher's own included."""
+        towers = text_towers(self.model)
+        for name in self.precomputed:
+            towers.pop(name, None)
+        if self.teacher is not None and self.teacher.own_tokens(self.texts) is not None:
+            towers |= text_towers(self.teacher.model, "teacher_")
+        return towers
+
+    @abc.abstractmethod
+    def text_reader(self) -> TextReader:
+        """Return the function from (global row, sample index) pairs to the token ids of `text_towers`."""
+
+    @functools.cached_property
+    def text_packing(self) -> TextPacking:
+        """How texts are encoded; all processes must read it, which reads the first texts of the data."""
+        if self.config.text_packing == "off":
+            return TextPacking({}, {})
+        return choose_packing(self, self.mesh.size)
+
     @functools.cached_property
     def utilization(self) -> Callable[[float], float | None]:
         """Function from pairs per second to the model FLOPs utilization, see `compiled_step.utilization`."""
         config, kind = self.config, self.mesh.devices.flat[0].device_kind
         unlocked = {name: config.unlocked_groups[name] for name in config.frozen}
-        return utilization(self.model_config, config.batch_size, self.mesh.size, kind, unlocked, self.precomputed)
+        packed = self.text_packing.packed.get("text")
+        tokens = None if packed is None else round(packed.tokens)
+        arguments = config.batch_size, self.mesh.size, kind, unlocked, self.precomputed, tokens
+        return utilization(self.model_config, *arguments)
 
     def load_initial_weights(self, state: TrainState) -> TrainState:
         """Return the state of a new run with the parameters of the settings `init`."""
@@ -291,7 +320,8 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         """Return the arguments that the iterators over training batches share."""
         names = "batch_size", "seed", "num_workers", "num_threads", "prefetch_batches", "max_bad_records"
         processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-        return {name: self.config[name] for name in names} | processes
+        packer = self.text_packing.packer(len(self.mesh.local_devices))
+        return {name: self.config[name] for name in names} | processes | {"packer": packer}
 
     def batch_shapes(self) -> dict[str, Any] | None:
         """Return shape, dtype and sharding of each array of a batch; None if only the first batch tells them."""

@@ -112,9 +112,13 @@ class Batches:
         """Add the bad records of all processes, which must all call it."""
         self.data.bad_records.add(union(self.data.bad_records.indices()))
 
-    def bad_records(self) -> dict[str, int]:
-        """Count the bad records by metric: of this process, and of all up to the last call of `share_bad_records`."""
-        return {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
+    def counts(self) -> dict[str, int]:
+        """Count bad records and, of packed texts, padded batches, by metric.
+
+        Bad records are those of this process, and of all up to the last call of `share_bad_records`.
+        """
+        counts = {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
+        return counts | ({"data/padded_batches": self.data.packer.padded} if self.data.packer.entries else {})
 
     def end(self, error: WorkerLost) -> WorkerLost | Interrupted:
         """Return the exception that ends the run after a lost worker, see `LostWorkers.end`."""

@@ -1,5 +1,6 @@
 """Start of a run: its devices, its settings resolved, its parts built."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,11 @@ def build_run(
         teacher=load_teacher(config, mesh),
         check=check,
     )
+    if recorded is None and config.text_packing == "auto" and not run.text_packing.packed:
+        say(f"texts: {run.text_packing}")
+        run = dataclasses.replace(
+            run, config=with_changes(config, {"text_packing": "off"}), given_tokenizer=run.tokenizer
+        )
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
     _ = run.step, run.suite, run.init  # wrong settings end the run before its state is created

@@ -1,7 +1,7 @@
 """Frozen towers of a run, whose features may be cached: of the model and of a teacher."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +104,21 @@ class Teacher:
             features = TeacherFeatures(cache.features(tuple(TOWERS), *arguments, "teacher's"))  # type: ignore[arg-type]
             self.variables = None
             return features
-        if _fingerprint(self.texts) == _fingerprint(texts):
-            return None
-        return self.texts if isinstance(self.texts, PairTexts) else TeacherTokens(self.texts)
+        own = self.own_tokens(texts)
+        return own if own is None or isinstance(own, PairTexts) else TeacherTokens(own)
 
-    def with_features(self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig) -> TrainStep:
-        """Return a step that gets the teacher's features of its batch, encoded in the chunks of the step."""
-        return step if self.cache is not None else with_teacher(step, self.model, self.variables, mesh, cache)
+    def own_tokens(self, texts: BaseTokenizer | PairTexts) -> BaseTokenizer | PairTexts | None:
+        """Return the tokenization of the teacher's own token ids in a batch; None if it has none."""
+        return None if self.cache is not None or _fingerprint(self.texts) == _fingerprint(texts) else self.texts
+
+    def with_features(
+        self, step: TrainStep, mesh: Mesh, cache: GradCacheConfig, padded: Collection[str] = ()
+    ) -> TrainStep:
+        """Return a step that gets the teacher's features of its batch, encoded in the chunks of the step.
+
+        For `padded` see `with_teacher`.
+        """
+        return step if self.cache is not None else with_teacher(step, self.model, self.variables, mesh, cache, padded)
 
 
 def _fingerprint(texts: BaseTokenizer | PairTexts) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import numpy as np
@@ -24,7 +24,9 @@ from infcl_jax.data import (
 )
 from infcl_jax.data.decode import choose_decoder
 from infcl_jax.data.decode.nvimgcodec import NvImageCodecDecoder, open_decoders
+from infcl_jax.data.feature_store import TeacherTokens
 from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.pipeline import text_reader
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import Suite
 from infcl_jax.inference.encoder import Encoder, image_resize
@@ -43,6 +45,7 @@ from infcl_jax.ops.color import with_colors
 from infcl_jax.run.base import Run
 from infcl_jax.run.initialize import initialize
 from infcl_jax.run.model import base_model, restored_model, run_of, saved_config
+from infcl_jax.run.text_packing import TextReader, silent
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import data_mesh, flat_mesh
 from infcl_jax.runtime.processes import local_processes
@@ -132,6 +135,13 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
             **options,
         )
 
+    def text_reader(self) -> TextReader:
+        """Return the function from (global row, sample index) pairs to the token ids of `text_towers`."""
+        teacher = None
+        if self.teacher is not None and (own := self.teacher.own_tokens(self.texts)) is not None:
+            teacher = TeacherTokens(silent(cast(BaseTokenizer, own)))
+        return text_reader(self.source, silent(self.tokenizer), self.config.seed, teacher)
+
     def _device_decoders(self) -> dict[jax.Device, NvImageCodecDecoder] | None:
         """Create the decoder of each device of this process; None if the host decodes."""
         config = self.config
@@ -153,7 +163,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         """Return the batch of the next step, with offload "replay" to be read by the step itself."""
         cache = self.config.grad_cache
         if cache.offload == "replay":
-            return replayed(data.next_reader(), cache.chunk_size, self.mesh, self.precomputed)
+            return replayed(data.next_reader(), cache.chunk_size, self.mesh, self.precomputed, data.packer)
         return super().next_batch(data)
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +192,10 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         shapes |= {"index": (np.int32,), "ids": (np.int32, 2)}
         if config.augmentation.adjusts_colors:
             shapes["color"] = (np.float32, 7)
-        batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (dtype, *shape) in shapes.items()}
+        batch: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (dtype, *shape) in shapes.items()
+        }
+        batch |= {name: entry.packing.shapes(batch[name]) for name, entry in self.text_packing.packed.items()}
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         return jax.tree.map(lambda a: a.update(sharding=sharding), jax.eval_shape(self.inputs, batch))
 

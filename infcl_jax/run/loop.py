@@ -188,7 +188,7 @@ class TrainLoop:
             scalars["learning_rate"] = float(learning_rate_schedule(config.optimizer, config.total_steps)(step - 1))
             if self.checkpoints.failed_saves:
                 scalars["checkpoint/failed_saves"] = self.checkpoints.failed_saves
-            scalars |= self.batches.bad_records() | measured | waits | self.safeguards.metrics()
+            scalars |= self.batches.counts() | measured | waits | self.safeguards.metrics()
             self.outputs.retry()
             self.writer.write(step, scalars)
         return scalars
@@ -282,6 +282,8 @@ def announce(run: Run, state: TrainState, workdir: Path, memory: StepMemory | No
     )
     if memory is not None:
         say(str(memory))
+    if str(run.text_packing):
+        say(f"texts: {run.text_packing}")
     say(f"data: {data.parallelism}{', decoded on the GPUs' if data.decodes_on_gpus else ''}")
     if int(state.step):
         say(f"resumed from step {int(state.step)} in {workdir}")

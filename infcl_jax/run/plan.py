@@ -6,6 +6,7 @@ import dataclasses
 import jax
 from jax.sharding import use_abstract_mesh
 
+from infcl_jax.data import Packing
 from infcl_jax.ops.pairwise.implementations import best_implementation
 from infcl_jax.planner import (
     SAFE_SHARE,
@@ -26,14 +27,16 @@ from infcl_jax.planner import (
     tree_bytes,
 )
 from infcl_jax.planner.times import GPUS_PER_HOST
-from infcl_jax.run import sample_source
+from infcl_jax.run import sample_source, training_source
 from infcl_jax.run.base import Run, make_run
 from infcl_jax.run.build import load_teacher, start_devices
+from infcl_jax.run.text_packing import choose_packing
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config, with_total_steps
 from infcl_jax.training.grad_cache import KEEP_MOST
 
 _LARGEST_TARGET = 1024
+_ABSENT = (FileNotFoundError, ImportError, ValueError)  # errors of data or a tokenizer that is not on this machine
 
 
 def plan(
@@ -78,6 +81,9 @@ def plan(
     config = make_config(config)
     source = sample_source(config)
     config = with_total_steps(config, source)
+    if source is None and config.text_packing == "auto":
+        with contextlib.suppress(*_ABSENT):
+            source = training_source(config)
     gpu = None if device is None else device_named(device)
     # Under an abstract mesh the plan has the kernels of the named device, not of this machine.
     with contextlib.nullcontext() if gpu is None else use_abstract_mesh(gpu.mesh):
@@ -88,11 +94,30 @@ def plan(
             count, limit = devices or 1, limit or gpu.memory_limit
         run = make_run(config, source=source, teacher=load_teacher(config, data_mesh()))
         workload = run_workload(run, count, limit, None if gpu is None else gpu.implementation)
-        if gpu is None or limit is None:
-            return _memory_plan(workload, limit)
-        if target is not None:
+        if target is not None and gpu is not None and limit is not None:
             return _scaling_table(workload, gpu, limit, target, config.total_steps)
-        return f"{_memory_plan(workload, limit)}\n{_time(workload, gpu, limit, config.total_steps)}"
+        lines = [_texts(run, workload), _memory_plan(workload, limit)]
+        if gpu is not None and limit is not None:
+            lines.append(_time(workload, gpu, limit, config.total_steps))
+        return "\n".join(lines)
+
+
+def _texts(run: Run, workload: Workload) -> str:
+    """Return the line that says how the texts are encoded."""
+    if workload.packings:
+        return "; ".join(f"{name}: packed, {packing}" for name, packing in workload.packings.items())
+    known = run.config.text_packing == "off" or run.source is not None
+    return "texts: padded" if known else f"texts: padded in this plan, since {run.config.dataset} is not here"
+
+
+def _packings(run: Run, devices: int) -> dict[str, Packing]:
+    """Choose the packing of the run's texts; none without its data and tokenizer."""
+    if run.config.text_packing == "off" or run.source is None:
+        return {}
+    with contextlib.suppress(*_ABSENT):
+        packing = choose_packing(run, devices) if run.mesh is None else run.text_packing
+        return {name: entry.packing for name, entry in packing.packed.items()}
+    return {}
 
 
 def _memory_plan(workload: Workload, memory_limit: int | None) -> str:
@@ -161,6 +186,7 @@ def run_workload(
         passages=run.passages,
         teacher=teacher,
         by_id=loss.targets.by_id,
+        packings=_packings(run, devices),
     )
     if not stores_most:
         return workload

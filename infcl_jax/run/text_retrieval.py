@@ -20,6 +20,7 @@ from infcl_jax.data import (
     read_judgments,
     read_questions,
 )
+from infcl_jax.data.text_pairs import PairReader
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.evaluation import TextRetrievalSuite
 from infcl_jax.inference.pretrained_tokenizer import pretrained_tokenizer
@@ -28,6 +29,7 @@ from infcl_jax.losses.base import RETRIEVAL_TEACHER
 from infcl_jax.models import TextPairConfig, text_pair_config
 from infcl_jax.run.base import Run
 from infcl_jax.run.initialize import initialize_pair, open_bert
+from infcl_jax.run.text_packing import TextReader, silent
 from infcl_jax.runtime.console import say
 from infcl_jax.runtime.mesh import data_mesh, flat_mesh
 from infcl_jax.training import TrainState
@@ -86,6 +88,14 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
             teacher=teacher,
             **self.iterator_options(),
         )
+
+    def text_reader(self) -> TextReader:
+        """Return the function from (global row, sample index) pairs to the token ids of `text_towers`."""
+        settings, teacher = self.config.text_retrieval, None
+        if self.teacher is not None and (own := self.teacher.own_tokens(self.texts)) is not None:
+            teacher = silent(cast(PairTexts, own))
+        choice = settings.hard_negatives, settings.positive, self.config.seed
+        return PairReader(cast(QuerySource, self.source), silent(self.texts), *choice, teacher)
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return queries, passages, the mask of passages, and what the teacher needs."""

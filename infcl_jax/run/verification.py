@@ -10,11 +10,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from infcl_jax.data.packing import PackedEntry, Packing, TextPacker
 from infcl_jax.losses import Loss
 from infcl_jax.losses.base import TEACHER_INPUTS
 from infcl_jax.models import ResNetConfig, towers_of
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.run.base import Run, make_run
+from infcl_jax.run.text_packing import text_towers
 from infcl_jax.runtime.mesh import shard_batch
 from infcl_jax.settings import AnyConfig, RunConfig, make_config, parse_overrides, with_changes
 from infcl_jax.training import TrainState, make_train_step
@@ -37,8 +39,8 @@ def verify_run(config: AnyConfig, mesh: Mesh, rtol: float = 1e-3) -> Report:
     The step has the loss, the implementation, the devices, the gradient caching, the frozen towers and the parameter
     sharding of the configuration. Its model has towers of one small layer in fp32 without dropout, its batch four
     random pairs for each device, with random features of a teacher or guide. Queries have random passages, of which
-    some are masked. Nothing is read from disk. Then one step of the optimizer must move all trained groups and no
-    frozen one.
+    some are masked. Texts are packed unless `text_packing` is "off". Nothing is read from disk. Then one step of the
+    optimizer must move all trained groups and no frozen one.
 
     Examples:
       >>> config = infcl_jax.run.saved_config("runs/digits")
@@ -138,6 +140,18 @@ def _random_batch(run: Run, loss: Loss) -> dict[str, np.ndarray]:
     return batch | {"index": index.astype(np.int32), "ids": ids}
 
 
+def _packer(run: Run) -> TextPacker:
+    """Return the packing of the random texts, which always fit."""
+    entries = {}
+    for name, tower in text_towers(run.model).items() if run.config.text_packing == "auto" else ():
+        rows = run.config.batch_size * (run.passages if name == "passage" else 1)
+        shard = (run.grad_cache.chunk_of(name) or rows) // run.mesh.size
+        if not tower.attends_to_padding:
+            packing = Packing(2 * tower.context_length, rows=shard, shard=shard)
+            entries[name] = PackedEntry(packing, tower.lengths, tower.context_length)
+    return TextPacker(entries, run.mesh.size)
+
+
 def _flat_passages(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the axes of queries and passages, as in the batches of the step and the loss."""
     return {name: a.reshape(-1, *a.shape[2:]) if "passage" in name else a for name, a in batch.items()}
@@ -160,7 +174,8 @@ class _Step:
         step = make_train_step(self.loss, run.config.seed, run.grad_cache, run.mesh, run.config.parameter_sharding)
         state = self._with_params(params)
         state = state.replace(tx=_RECORDER, opt_state=_RECORDER.init(state.trained))
-        rows = shard_batch(run.mesh, host) if run.grad_cache.offload == "none" else host
+        host = _packer(run).plan(host)
+        rows = jax.tree.map(lambda a: shard_batch(run.mesh, a), host) if run.grad_cache.offload == "none" else host
         state, metrics = step(state, rows)
         return metrics["loss"], merge(jax.tree.map(jnp.zeros_like, params), state.opt_state)
 

@@ -45,6 +45,17 @@ class Channel:
         self._client.key_value_delete(f"{_folder(f'gather/{self._round - 1}')}{self.rank}")  # all have read it
         return texts
 
+    def any(self, flag: bool) -> bool:
+        """Return whether a process passes True; cheaper than `gather` if this is rare.
+
+        All processes must call it at the same places of the program.
+        """
+        self._round += 1
+        if flag:
+            self.send(f"any/{self._round}", "")
+        self._client.wait_at_barrier(_folder("any"), round(_WEEK * 1000))
+        return bool(self.received(f"any/{self._round}"))
+
     def meets(self, topic: str, seconds: float) -> bool:
         """Return whether all processes call this within some seconds, once for each topic."""
         try:
@@ -90,6 +101,15 @@ def gather(value: Any) -> list[Any]:
     """
     messages = channel()
     return [value] if messages is None else [json.loads(text) for text in messages.gather(json.dumps(value))]
+
+
+def anywhere(flag: bool) -> bool:
+    """Return whether the flag is set in a process.
+
+    Every process must call this. It synchronizes the processes.
+    """
+    messages = channel()
+    return flag if messages is None else messages.any(flag)
 
 
 def union(values: Iterable[int]) -> list[int]:

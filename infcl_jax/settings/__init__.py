@@ -26,6 +26,7 @@ from infcl_jax.settings.model_overrides import parse_overrides as parse_override
 from infcl_jax.settings.model_overrides import precision_of_overrides as precision_of_overrides
 from infcl_jax.settings.model_overrides import resolved_precision as resolved_precision
 from infcl_jax.settings.run_config import SETTINGS as SETTINGS
+from infcl_jax.settings.run_config import TEXT_PACKINGS as TEXT_PACKINGS
 from infcl_jax.settings.run_config import InitConfig as InitConfig
 from infcl_jax.settings.run_config import RunConfig as RunConfig
 from infcl_jax.settings.text import format_entry as format_entry

@@ -31,6 +31,7 @@ from infcl_jax.training.optimizer_config import check_pairs
 from infcl_jax.training.sharding import PARAMETER_SHARDINGS
 
 _COUNT, _FROM_ZERO, _DECAY = Range(1), Range(0), Range(0, 1, below=True)
+TEXT_PACKINGS = ("auto", "off")
 MOST_STEPS = 2**31 - 1  # the step is an int32
 
 
@@ -163,6 +164,14 @@ class RunConfig(Section):
         'for clip and "none" for the others',
         CLEANINGS,
         fixed=True,
+    )
+
+    text_packing: str = setting(
+        "auto",
+        'encoding of texts; "auto": several in each row of tokens, without the padding, where the tower allows it and '
+        'it saves tokens, else "off", chosen at the start of a run; "off": padded to the context length',
+        TEXT_PACKINGS,
+        before="off",
     )
 
     model: str | None = setting(

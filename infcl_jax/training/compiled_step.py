@@ -155,6 +155,7 @@ def utilization(
     device_kind: str,
     unlocked: Mapping[str, int] | None = None,
     precomputed: Collection[str] = (),
+    text_tokens: int | None = None,
 ) -> Callable[[float], float | None]:
     """Return the MFU as a function of the pairs per second.
 
@@ -169,6 +170,7 @@ def utilization(
       device_kind: name of the devices, from `jax.Device.device_kind`.
       unlocked: number of trained groups of each frozen tower, see `infcl_jax.models.flops.step_flops`.
       precomputed: frozen towers whose features are read in place of their images or texts.
+      text_tokens: mean tokens of a text that count; None for the context length.
 
     Returns:
       Function from pairs per second, over all devices, to the MFU in [0, 1]; to None if the devices' peak is unknown
@@ -177,5 +179,5 @@ def utilization(
     peak = peak_flops(device_kind)
     if peak is None or isinstance(config, TextPairConfig):
         return lambda rate: None
-    per_pair = step_flops(config, unlocked, precomputed) + 6 * batch_size * config.embed_dim
+    per_pair = step_flops(config, unlocked, precomputed, text_tokens) + 6 * batch_size * config.embed_dim
     return lambda rate: rate * per_pair / (devices * peak)

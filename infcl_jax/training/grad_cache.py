@@ -1,7 +1,7 @@
 """Settings of gradient caching, and batches that each of its passes reads."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,10 +129,17 @@ class Reader(Protocol):
         """Read the concatenated rows of slices; repeated reads return the same rows."""
 
 
-def replayed(reader: Reader, chunk_size: int, mesh: Mesh, precomputed: Collection[str] = ()) -> dict[str, Replay]:
+def replayed(
+    reader: Reader,
+    chunk_size: int,
+    mesh: Mesh,
+    precomputed: Collection[str] = (),
+    pack: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> dict[str, Replay]:
     """Make a batch for `cached_value_and_grad` that reads chunks on demand.
 
-    Images are read again in each pass. Texts are small and stay in host memory after the first read.
+    Images are read again in each pass. Texts are small and stay in host memory after the first read. A chunk whose
+    texts do not fit in their rows is padded.
 
     Examples:
       >>> source, tokenizer = load_source("photos", "train"), load_tokenizer("bytes", 36)
@@ -147,24 +154,29 @@ def replayed(reader: Reader, chunk_size: int, mesh: Mesh, precomputed: Collectio
       chunk_size: rows encoded at once, over all devices; a multiple of the device count.
       mesh: mesh of all devices.
       precomputed: towers, "image" or "text", whose rows are features.
+      pack: function that packs the texts of a chunk, such as an `infcl_jax.data.packing.TextPacker`.
 
     Returns:
       `{"image": Replay, "text": Replay}`.
     """
     devices, shard_rows = mesh.local_mesh.size, chunk_size // mesh.size  # rows of a chunk on one device
     block_rows = reader.rows // devices
-    texts: dict[int, np.ndarray] = {}  # by chunk number
+    tokens: dict[int, np.ndarray] = {}  # by chunk number
+    texts: dict[int, Any] = {}
 
     def read(number: int) -> dict[str, np.ndarray]:
         """Read a chunk: the same rows of every device's block."""
         start, stop = number * shard_rows, min((number + 1) * shard_rows, block_rows)
         chunk = reader.read([slice(d * block_rows + start, d * block_rows + stop) for d in range(devices)])
-        texts[number] = chunk["text"]
+        tokens[number] = chunk["text"]
         return chunk
 
     def load_text(number: int) -> Any:
-        text = texts[number] if number in texts else read(number)["text"]
-        return PrecomputedFeatures(text) if "text" in precomputed else text
+        if number not in texts:
+            text = tokens.pop(number) if number in tokens else read(number)["text"]
+            text = pack({"text": text})["text"]
+            texts[number] = PrecomputedFeatures(text) if "text" in precomputed else text
+        return texts[number]
 
     def load_image(number: int) -> Any:
         chunk = read(number)

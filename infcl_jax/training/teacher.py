@@ -1,7 +1,7 @@
 """Features of a frozen teacher for the batches of a training step."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import jax
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infcl_jax.grad_cache.chunks import CachedEncoder, Devices, leading_rows
+from infcl_jax.grad_cache.chunks import CachedEncoder, Devices, leading_rows, make_layout
 from infcl_jax.grad_cache.device import encode_batch
 from infcl_jax.models import CLIP, TextPair
 from infcl_jax.models.clip import normalize_image, row_shapes
 from infcl_jax.ops.color import adjusted
+from infcl_jax.ops.packing import PackedTokens
 from infcl_jax.runtime.mesh import replicate
 from infcl_jax.training.frozen import frozen_encoder, tower_variables
 from infcl_jax.training.grad_cache import GradCacheConfig
@@ -25,7 +26,12 @@ Encode = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def with_teacher(
-    step: TrainStep, model: CLIP | TextPair, variables: Any, mesh: Mesh, cache: GradCacheConfig
+    step: TrainStep,
+    model: CLIP | TextPair,
+    variables: Any,
+    mesh: Mesh,
+    cache: GradCacheConfig,
+    padded: Collection[str] = (),
 ) -> TrainStep:
     """Return a step that adds the features of a teacher to its batch.
 
@@ -40,6 +46,7 @@ def with_teacher(
       variables: its variables on the host.
       mesh: devices over which the batch is sharded.
       cache: gradient caching of the step.
+      padded: text encoders of the teacher that cannot encode texts packed for the student.
     """
 
     @functools.cache
@@ -48,7 +55,9 @@ def with_teacher(
         return create(model, variables, mesh, cache)
 
     def with_features(state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-        features = encoder()({name: batch.get(f"teacher_{name}", batch[name]) for name in row_shapes(model, 1)})
+        rows = {name: batch.get(f"teacher_{name}", batch[name]) for name in row_shapes(model, 1)}
+        rows |= {name: rows[name].tokens for name in padded if isinstance(rows[name], PackedTokens)}
+        features = encoder()(rows)
         return step(state, {**batch, **{f"teacher_{name}": rows for name, rows in features.items()}})
 
     return with_features
@@ -86,12 +95,17 @@ def _host_encoder(model: CLIP | TextPair, variables: Any, mesh: Mesh, cache: Gra
     encoders = {name: frozen_encoder(apply, tower_variables(variables, name), name, devices) for name in names}
 
     def tower(name: str, entry: Any) -> np.ndarray:
-        count, chunk_size = leading_rows(name, entry), cache.chunk_of(name)
-        rows = count if chunk_size is None else chunk_size // mesh.size * len(devices)
-        chunks = [jax.tree.map(lambda a, i=i: a[i : i + rows], entry) for i in range(0, count, rows)]
-        return np.concatenate([encoders[name](chunk) for chunk in chunks])
+        count, size = leading_rows(name, entry), cache.chunk_of(name)
+        layout = make_layout(name, count, count if size is None else size // mesh.size * len(devices), len(devices))
+        features = [encoders[name](_chunk(entry, layout.chunk_slice(n), len(devices))) for n in range(layout.count)]
+        return np.concatenate([a.reshape(len(devices), -1, a.shape[1]) for a in features], 1).reshape(count, -1)
 
     return lambda batch: {name: tower(name, entry) for name, entry in batch.items()}
+
+
+def _chunk(entry: Any, rows: slice, devices: int) -> Any:
+    """Slice the rows of each device's block."""
+    return jax.tree.map(lambda a: a.reshape(devices, -1, *a.shape[1:])[:, rows].reshape(-1, *a.shape[1:]), entry)
 
 
 def encode_tower(model: CLIP | TextPair, variables: Any, name: str, rows: Any) -> jax.Array:

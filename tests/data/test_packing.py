@@ -86,3 +86,25 @@ def test_packed_tokens_are_a_pytree_with_a_row_a_text():
     lengths = np.array([3, 1, 2])
     packed = Packing(8, 1, 3).pack(padded(lengths), lengths, block=3)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(packed)} == {3}
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 4))
+def test_the_first_texts_fill_the_shards_in_order(lengths, texts, devices):
+    packing, tokens = Packing.within(texts, 32), np.arange(len(lengths))[:, None] + np.zeros((1, 32), np.int32)
+    if packing is None:
+        assert texts < 4  # padded texts of 32 tokens have fewer tokens than a row
+        return
+    assert packing.rows * packing.row_length <= 32 * texts
+    packed, is_text = packing.pack_first(tokens, lengths, devices)
+    number = packed.tokens[:, 0]
+    assert number[is_text].tolist() == list(range(is_text.sum()))
+    np.testing.assert_array_equal(packed.length, np.where(is_text, lengths[number], 0))
+    for shard in np.split(np.arange(len(number)), devices):
+        taken = np.zeros((packing.rows, packing.row_length), int)
+        for row, offset, length in zip(packed.row[shard], packed.offset[shard], packed.length[shard], strict=True):
+            taken[row, offset : offset + length] += 1
+        assert taken.max() == 1
+    if is_text.sum() < len(lengths):  # as many texts as the shard has, or nearly full rows
+        counts = is_text.reshape(devices, -1).sum(1)
+        tokens_of = np.add.reduceat(lengths[: is_text.sum()], np.cumsum(counts) - counts)
+        assert np.all((counts == packing.shard) | (tokens_of > 0.7 * packing.rows * packing.row_length - 32))

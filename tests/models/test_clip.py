@@ -175,15 +175,15 @@ def test_bad_inputs_are_refused_when_traced(method, shape, dtype, message):
 
 
 TOWERS = {
-    "clip": {"vision.patch_dropout": 0.5},
+    "clip": {"vision.patch_dropout": 0.5, "vision.dropout": 0.1, "text.dropout": 0.1},
     "siglip": {"vision.pool": "map", "vision.class_token": False, "text.causal": False, "text.pool": "last"},
-    "bert": {"text": BertConfig(width=32, layers=1, heads=2, vocab_size=259, context_length=8)},
+    "bert": {"text": BertConfig(width=32, layers=1, heads=2, vocab_size=259, context_length=8, dropout=0.1)},
 }
 
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_data_parallel_encoding_needs_no_communication(name):
-    """Pooling, token lookup, padding masks and patch dropout need no communication on sharded batches."""
+    """Pooling, token lookup, padding masks, dropout and patch dropout need no communication on sharded batches."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.sharding.NamedSharding(mesh, jax.P("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())

@@ -90,3 +90,34 @@ def test_a_dense_layer_can_be_activated(activation):
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
     outputs = dense.apply(variables, x, activation, method="activated")
     np.testing.assert_allclose(outputs, activate(x @ kernel, bias, activation), rtol=1e-5)
+
+
+def drop(index, rate=0.3, seed=0, width=257, dtype=jnp.float32, impl=None):
+    ones, rngs = jnp.ones((len(index), width), dtype), {"dropout": jax.random.key(seed, impl=impl)}
+    return layers.TokenDropout(rate).apply({}, ones, jnp.asarray(index), True, rngs=rngs)
+
+
+@pytest.mark.parametrize(("rate", "dtype"), [(0.1, "float32"), (0.3, "bfloat16")])
+def test_dropout_keeps_its_rate_the_mean_and_the_dtype(rate, dtype):
+    y = drop(np.arange(1000), rate, dtype=dtype)
+    assert y.dtype == dtype
+    kept = np.asarray(y != 0)
+    deviation = (rate * (1 - rate) / kept.size) ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 4 * deviation + 2**-16
+    np.testing.assert_allclose(y.astype(jnp.float32)[kept], 1 / (1 - rate), rtol=float(jnp.finfo(dtype).eps) + 2**-15)
+    assert np.isfinite(drop(np.arange(9), 1 - 1e-6, dtype=dtype)).all()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_dropout_depends_on_the_index_of_a_token_and_the_key(impl):
+    order = np.random.default_rng(0).permutation(50)
+    first, second = (drop(np.arange(50), seed=seed, impl=impl) for seed in range(2))
+    np.testing.assert_array_equal(drop(order, impl=impl), first[order])
+    masks = np.concatenate([first, second])
+    assert len(np.unique(masks, axis=0)) == 100
+
+
+@pytest.mark.parametrize(("rate", "train"), [(0.0, True), (0.3, False)])
+def test_no_dropout_needs_no_rng(rate, train):
+    x = jnp.ones((2, 3))
+    assert layers.TokenDropout(rate).apply({}, x, jnp.arange(2), train) is x

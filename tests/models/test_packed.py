@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from towers import random_variables
 
-from experiments.benchmarks.step_case import draw_lengths
+from experiments.benchmarks.step_pairs import draw_lengths
 from infcl_jax.data.packing import Packing
 from infcl_jax.models import Bert, TextTransformer, create_model
 from infcl_jax.models.transformer_config import TransformerConfig
@@ -54,7 +54,8 @@ def value_and_gradients(name, devices, **changes):
     weight = np.random.default_rng(2).standard_normal((B, 6)).astype(np.float32)
 
     def weighted(params, tokens):
-        features = model.apply({"params": params}, tokens)
+        rngs = {"dropout": jax.random.key(3)}
+        features = model.apply({"params": params}, tokens, train=True, rngs=rngs)
         return jnp.sum(features * weight), features
 
     @jax.jit
@@ -90,10 +91,39 @@ def test_features_and_gradients_are_those_of_padded_texts(name, devices, changes
     assert_close(run(packed), run(tokens))
 
 
-def test_a_plan_for_other_shards_gives_nan():
-    packed = Packing(T, rows=B, shard=B).pack(texts(RAGGED), RAGGED, block=B)
-    features, _ = value_and_gradients("CLIP", 4)(packed)
-    assert np.isnan(features).any()
+@pytest.mark.parametrize(
+    ("name", "devices", "remat"),
+    [
+        ("CLIP", 1, "dots"),
+        ("CLIP", 8, None),
+        pytest.param("CLIP", 4, "full", marks=pytest.mark.slow),
+        ("BERT mean", 4, None),
+        ("BERT cls", 8, "full"),
+    ],
+)
+def test_dropout_is_that_of_padded_texts_on_one_device(name, devices, remat):
+    tokens, block = texts(RAGGED), B // devices
+    packed = Packing(ROW, rows=block, shard=block).pack(tokens, RAGGED, block)
+    want = value_and_gradients(name, 1, dropout=0.3)(tokens)
+    assert_close(value_and_gradients(name, devices, dropout=0.3, remat=remat)(packed), want)
+
+
+def test_equal_texts_have_different_masks():
+    tokens = np.repeat(texts(RAGGED)[:1], B, axis=0)
+    packed = Packing(ROW, rows=B, shard=B).pack(tokens, np.full(B, RAGGED[0]), B)
+    features, _ = value_and_gradients("CLIP", 1, dropout=0.3)(packed)
+    assert len(np.unique(features, axis=0)) == B
+
+
+@pytest.mark.parametrize(("planned", "used"), [(1, 4), (4, 1), (8, 4)])
+@pytest.mark.parametrize("row_length", [T, ROW])
+def test_with_a_plan_for_other_shards_features_are_nan_or_right(planned, used, row_length):
+    block, run = B // planned, value_and_gradients("CLIP", used)
+    packed = Packing(row_length, rows=block, shard=block).pack(texts(RAGGED), RAGGED, block)
+    features, right = run(packed)[0], run(texts(RAGGED))[0]
+    wrong = np.isnan(features).all(1)
+    assert wrong.any()
+    np.testing.assert_allclose(features[~wrong], right[~wrong], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -114,7 +144,7 @@ def test_a_text_without_end_token_has_the_feature_of_its_first_token():
 def test_web_captions_take_three_tenths_of_the_flops():
     """Counts the FLOPs of the lowered text tower of ViT-B/32 and its gradients, 4,096 captions."""
     model, b = create_model("ViT-B/32").text, 4096
-    packing = Packing.of(draw_lengths(np.random.default_rng(0), 20_000, model.context_length), b)
+    packing = Packing.of(draw_lengths("laion", 20_000, model.context_length), b)
     tokens, vector = jax.ShapeDtypeStruct((b, model.context_length), jnp.int32), jax.ShapeDtypeStruct((b,), jnp.int32)
     packed = PackedTokens(tokens, vector, vector, vector, packing.row_length, packing.rows, packing.shard)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -123,14 +153,7 @@ def test_web_captions_take_three_tenths_of_the_flops():
     assert flops[0] / flops[1] < 0.31
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"causal": False}, "expected padded texts, since this tower attends to padding, got packed ones"),
-        ({"dropout": 0.1}, "expected dropout 0 in training with packed texts, got 0.1; pad the texts"),
-    ],
-)
-def test_towers_that_need_padding_refuse_packed_texts(changes, message):
+def test_a_tower_that_attends_to_padding_refuses_packed_texts():
     packed = Packing(ROW, rows=B, shard=B).pack(texts(RAGGED), RAGGED, B)
-    with pytest.raises(ValueError, match=message):
-        tower("CLIP", **changes).init(jax.random.key(0), packed, train=True)
+    with pytest.raises(ValueError, match="expected padded texts, since this tower attends to padding, got packed ones"):
+        tower("CLIP", causal=False).init(jax.random.key(0), packed)

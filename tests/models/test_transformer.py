@@ -164,6 +164,19 @@ def test_dropout_is_seeded_and_only_in_training():
     np.testing.assert_allclose(jax.jit(model.apply)(variables, x), plain, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_dropout_of_one_token_is_that_of_all(monkeypatch, padding):
+    """With or without padding for an attention kernel, to which no token of a causal model attends."""
+    model, x, position = Transformer(config(dropout=0.5, causal=True)), normal(0, B, T, WIDTH), jnp.array([T - 1, 2])
+    variables, rngs = random_variables(model, x), {"dropout": jax.random.key(0)}
+    want = jax.jit(lambda: model.apply(variables, x, train=True, rngs=rngs))()[jnp.arange(B), position]
+    attend = transformer.attend
+    monkeypatch.setattr(transformer, "padding_for", lambda *_: padding)
+    monkeypatch.setattr(transformer, "attend", lambda *qkv, padding, **options: attend(*qkv, **options))
+    got = jax.jit(lambda: model.apply(variables, x, position, train=True, rngs=rngs))()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_initial_weights_have_the_papers_scales():
     c = config(width=256, heads=4, layers=2)
     init = jax.jit(TransformerBlock(c, 2).init, static_argnums=4)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import runs
 from retrieval_runs import BATCH, MODEL, initial, settings, write_corpus
 from safetensors.numpy import load_file, save_file
 
@@ -77,7 +78,7 @@ def test_the_loss_is_that_of_the_function_without_missing_negatives(folder):
     data = run.training_data(config, run.training_source(config), mesh=mesh)
     batch = run.next_batch(config, data, mesh)
     data.close()
-    assert batch["passage"].shape == (3 * BATCH, 24)
+    assert runs.token_ids(batch["passage"]).shape == (3 * BATCH, 24)
     mask = np.asarray(batch["passage_mask"]).reshape(BATCH, 3)
     assert mask[:, 0].all() and not mask[:, 2].any()
     output = jax.jit(state.apply_fn)(state.variables, batch["query"], batch["passage"])

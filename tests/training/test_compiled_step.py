@@ -15,11 +15,12 @@ from infcl_jax.settings import make_config
 from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
+PACKED = {"model_overrides": f"{runs.OVERRIDES},text.context_length=77"}
 CHANGES = {
     "chunks": {"grad_cache.chunk_size": 16},
     "sharded": {"parameter_sharding": "fsdp", "optimizer.name": "adafactor"},
     "sample state": {"loss": "fastclip_v2"},
-    "captions and colors": {"positives": "caption", "augmentation.gray_scale_prob": 0.5},
+    "packed captions and colors": {"positives": "caption", "augmentation.gray_scale_prob": 0.5, **PACKED},
     "frozen with averages": {"frozen": ("image",), "ema_decay": 0.9},
 }
 

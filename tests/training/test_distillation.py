@@ -66,7 +66,7 @@ def test_the_batch_has_the_features_of_the_encoder(workdir, tmp_path, devices, c
     teacher = load_teacher(make_config(settings), mesh)
     got, batch = captured(settings, teacher, mesh, tmp_path)
     encoder = infcl_jax.load(workdir)
-    texts = [TOKENIZER.decode(row) for row in np.asarray(batch["text"])]
+    texts = [TOKENIZER.decode(row) for row in runs.token_ids(batch["text"])]
     np.testing.assert_allclose(got["teacher_text"], encoder.encode_texts(texts), atol=1e-5)
     np.testing.assert_allclose(got["teacher_image"], encoder.encode_images(list(np.asarray(batch["image"]))), atol=1e-5)
     assert got["teacher_image"].shape == (settings.batch_size, 16)
@@ -79,8 +79,8 @@ def test_a_teacher_of_another_size_and_tokenizer(workdir, tmp_path):
     teacher = load_teacher(make_config(settings), mesh)
     other = infcl_jax.load(workdir, tokenizer=ByteTokenizer(20, "lower"))
     got, batch = captured(settings, dataclasses.replace(teacher, texts=other.tokenizer), mesh, tmp_path)
-    assert batch["image"].shape[1:] == (32, 32, 3) and batch["teacher_text"].shape[1:] == (20,)
-    texts = [TOKENIZER.decode(row) for row in np.asarray(batch["text"])]
+    assert batch["image"].shape[1:] == (32, 32, 3) and runs.token_ids(batch["teacher_text"]).shape[1:] == (20,)
+    texts = [TOKENIZER.decode(row) for row in runs.token_ids(batch["text"])]
     np.testing.assert_allclose(got["teacher_text"], other.encode_texts(texts), atol=1e-5)
     wanted = other.encode_images(list(np.asarray(batch["image"])))  # Pillow, rounded to bytes
     assert (np.asarray(got["teacher_image"]) * wanted).sum(1).min() > 0.999

@@ -126,7 +126,7 @@ def test_the_step_is_that_of_float64(guide, corpus, tmp_path, devices, changes):
     with contextlib.closing(built.training_data(tmp_path, state, print)) as data:
         state, metrics = built.teacher.with_features(captured, mesh, built.grad_cache)(state, built.next_batch(data))
     batch, names = batches[0], ("query", "passage") if retrieval else ("image", "text")
-    rows = [batch[name] for name in names]
+    rows = [batch[name] if name == "image" else runs.token_ids(batch[name]) for name in names]
     x, y, scale, _ = jax.jit(built.model.apply)({"params": params}, *rows)
     labels = np.arange(len(x)) * (len(y) // len(x))
     loss, cotangents = guided(

@@ -20,7 +20,8 @@ from experiments.benchmarks import photographs, step_case, timing
 from experiments.benchmarks import step as benchmark_step
 from experiments.benchmarks.harness import OUT_OF_MEMORY
 from experiments.benchmarks.step import PICTURE_FILE, RECORDS_FILE
-from experiments.benchmarks.step_case import RandomReader, Settings
+from experiments.benchmarks.step_case import Settings
+from experiments.benchmarks.step_pairs import RandomReader
 from infcl_jax import siglip_loss
 from infcl_jax.data.parallelism import STAGES
 from infcl_jax.models import model_config
@@ -171,10 +172,16 @@ def test_the_step_can_be_timed_alone(tmp_path):
     assert all(record[name] is None for name in PARTS)
 
 
-def test_packed_captions_train_like_padded_ones(tmp_path):
-    losses = []
-    for captions, cache in (("padded", NO_CACHE), ("packed", NO_CACHE), ("packed", GradCacheConfig(chunk_size=8))):
-        given = settings(B, cache=cache, captions=captions, phases=False)
+@pytest.mark.parametrize("source", ["laion", "file"])
+def test_packed_captions_train_like_padded_ones(tmp_path, source):
+    (tmp_path / "lengths.txt").write_text("5\n8\n30\n")
+    lengths, losses = {"laion": "laion", "file": str(tmp_path / "lengths.txt")}[source], []
+    for packing, cache in (
+        ("off", NO_CACHE),
+        ("auto", NO_CACHE),
+        ("auto", GradCacheConfig(chunk_size=8, offload="host")),
+    ):
+        given = settings(B, cache=cache, caption_lengths=lengths, text_packing=packing, phases=False)
         with no_timing() as results:
             benchmark_step.measure_all(given, oracle.mesh_of(2), tmp_path)
         losses.append(results["step"][1]["loss"])
@@ -234,10 +241,10 @@ def test_siglip_is_timed_with_the_bias_of_the_model(bias):
 
 @pytest.mark.parametrize("program", ["encode", "data"])
 def test_where_memory_runs_out_the_rest_goes_on(program, tmp_path, monkeypatch):
-    def draw_pairs(config, rows):
+    def draw_pairs(config, rows, lengths):
         if rows == 2 * B:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
-        return drawn(config, rows)
+        return drawn(config, rows, lengths)
 
     drawn = step_case.draw_pairs
     monkeypatch.setattr(step_case, "draw_pairs", draw_pairs)
@@ -264,10 +271,6 @@ MISTAKES = {
     "read twice with a memory": (
         ("--output={tmp}", "--offload=replay", "--chunk_size=8", "--loss=fastclip_v3"),
         "expected offload 'none' or 'host' with fastclip_v3, got 'replay'",
-    ),
-    "packed and read twice": (
-        ("--output={tmp}", "--offload=replay", "--chunk_size=8", "--captions=packed"),
-        "expected offload 'none' or 'host' with captions 'packed', got 'replay'",
     ),
     "no files": (("--output={tmp}", "--data=/nowhere/{{00000..00001}}.tar"), "/nowhere/00000.tar"),
 }

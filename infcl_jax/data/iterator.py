@@ -294,7 +294,7 @@ class TrainIterator(grain.DatasetIterator):
 
 
 def sample_order(source: Source, batch_size: int, seed: int) -> grain.MapDataset:
-    """Return the sample index of each global row of an epoch, which further epochs reshuffle.
+    """Return the sample index of each row of an epoch; further epochs reshuffle.
 
     Raises:
       ValueError: the batch is larger than the source, or the seed is out of range.
@@ -329,7 +329,7 @@ def prefetched_batches(
     finish: "DeviceStage | None" = None,
     arrived: _ArrivedChunks | None = None,
 ) -> grain.IterDataset:
-    """Read chunks in threads or worker processes; one thread makes batches of them, packs and finishes these ahead."""
+    """Read chunks in threads or worker processes; one thread makes batches of them."""
     threads = 1 if parallelism.num_workers else parallelism.num_threads
     dataset = chunks.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))
     if parallelism.num_workers:

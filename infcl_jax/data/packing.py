@@ -107,7 +107,7 @@ class Packing:
         return PackedTokens(tokens, row, offset, lengths.astype(np.int32), **dataclasses.asdict(self))
 
     def shapes(self, tokens: jax.ShapeDtypeStruct) -> PackedTokens:
-        """Return the shapes of packed texts, given those of their tokens [b, t]."""
+        """Return the shapes of packed texts, given the shape of their tokens [b, t]."""
         vector = jax.ShapeDtypeStruct(tokens.shape[:1], np.int32)
         return PackedTokens(tokens, vector, vector, vector, **dataclasses.asdict(self))
 
@@ -205,7 +205,7 @@ class TextPacker:
     padded: int = 0
 
     def plan(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Pack the texts of this process's rows of a batch; if they do not fit, return it as it is."""
+        """Pack the texts of this process's rows, unless some do not fit."""
         packed = {
             name: entry.packing.pack(batch[name], entry.lengths(batch[name]), len(batch[name]) // self.devices)
             for name, entry in self.entries.items()
@@ -213,11 +213,11 @@ class TextPacker:
         return batch if any(texts is None for texts in packed.values()) else batch | packed
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Pack the texts of a batch, if they fit on all processes, which must all call this."""
+        """Pack the texts of a batch, see `plan` and `agree`."""
         return self.agree(self.plan(batch))
 
     def agree(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a planned batch, or its padded texts if those of another process do not fit.
+        """Return a planned batch, padded unless all processes have packed theirs.
 
         All processes must call this.
         """

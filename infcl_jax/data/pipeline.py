@@ -294,6 +294,6 @@ def train_iterator(
 def text_reader(
     source: Source, tokenizer: Tokenizer, seed: int, teacher: TeacherTokens | None = None
 ) -> Callable[[Sequence[tuple[int, int]]], dict[str, Any]]:
-    """Make a function that reads the texts of (global row, sample index) pairs of `train_iterator`, without images."""
+    """Make a function that reads texts of (global row, sample index) pairs, without images."""
     chunk = _TrainChunk(RecordReader(source), tokenizer, image_size=0, augmentation=None, seed=seed, teacher=teacher)
     return functools.partial(chunk.read, to_image=lambda row, example: None)

@@ -383,7 +383,7 @@ def _sorted(batches: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray] |
 def _first_equal(text: np.ndarray) -> list[int]:
     """Return the first row of the same token ids for each row.
 
-    The features of a packed text depend on its place by rounding, but those of equal captions must tie.
+    The features of a packed text depend on its place by rounding, but equal captions must tie.
     """
     first: dict[bytes, int] = {}
     return [first.setdefault(ids.tobytes(), row) for row, ids in enumerate(text)]

@@ -35,7 +35,7 @@ class TextBatches:
 
     @classmethod
     def packed(cls, tower: Any, length: int, rows: int, devices: int) -> "TextBatches | None":
-        """Return the shape of packed texts; None if padded ones of `length` tokens do not fill a row."""
+        """Return the shape of packed texts; None if padded ones do not fill a row."""
         packing = Packing.within(rows // devices, length)
         return None if packing is None else cls(rows, devices, tower, packing)
 

@@ -122,7 +122,7 @@ class TokenDropout(nn.Module):
     def __call__(
         self, x: Float[Array, "*batch width"], index: Integer[Array, "*batch"], train: bool
     ) -> Float[Array, "*batch width"]:
-        """Drop elements of [..., width] and scale the others, so that the expectation is `x`.
+        """Drop elements of [..., width] and scale the others to the expectation `x`.
 
         Args:
           x: states of tokens.

@@ -29,8 +29,8 @@ class PackedTokens:
 
     The arrays have one row per sequence, so they are sharded and cut into chunks like padded sequences. A shard is what
     one device encodes at once: its sequences, or with gradient caching those of one chunk. `infcl_jax.data.Packing`
-    makes the plan. In a plan for other shards, such as those of fewer devices, the features of sequences without a
-    place of their own are NaN, since compiled code cannot raise.
+    makes the plan. In a plan for other shards, such as shards of fewer devices, sequences without a place of their own
+    have NaN features, since compiled code cannot raise.
 
     Examples:
       >>> ids = jnp.array([[1, 2, 0], [3, 4, 5]])  # of 2 and 3 tokens

@@ -249,7 +249,7 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
 
     @property
     def text_towers(self) -> dict[str, Any]:
-        """Text encoders by the entries of a batch that have token ids, those of a teacher's own included."""
+        """Text encoders by entry of a batch, also of a teacher's own token ids."""
         towers = text_towers(self.model)
         for name in self.precomputed:
             towers.pop(name, None)
@@ -259,11 +259,11 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
 
     @abc.abstractmethod
     def text_reader(self) -> TextReader:
-        """Return the function from (global row, sample index) pairs to the token ids of `text_towers`."""
+        """Return the reader of the token ids of `text_towers`."""
 
     @functools.cached_property
     def text_packing(self) -> TextPacking:
-        """How texts are encoded; all processes must read it, which reads the first texts of the data."""
+        """Packing of texts by a profile of the data, which all processes must read."""
         if self.config.text_packing == "off":
             return TextPacking({}, {})
         return choose_packing(self, self.mesh.size)

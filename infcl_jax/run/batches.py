@@ -115,7 +115,7 @@ class Batches:
     def counts(self) -> dict[str, int]:
         """Count bad records and, of packed texts, padded batches, by metric.
 
-        Bad records are those of this process, and of all up to the last call of `share_bad_records`.
+        It knows bad records of other processes up to the last call of `share_bad_records`.
         """
         counts = {f"data/bad_records/{name}": count for name, count in self.data.bad_records.counts().items()}
         return counts | ({"data/padded_batches": self.data.packer.padded} if self.data.packer.entries else {})

@@ -46,7 +46,7 @@ class FeatureCache:
         All processes must call this method. Lines of progress name the owner, such as "frozen".
         """
         run, config, devices, stores = self.run, self.run.config, self.run.mesh.local_devices, {}
-        # As many rows as in a step, for features of equal bits.
+        # As many rows as in a step, for features of equal bits; texts are padded.
         rows = (run.grad_cache.chunk_size or config.batch_size) // run.mesh.size
         for name in towers:
             weights = on_host(tower_variables(variables, name))
@@ -108,7 +108,7 @@ class Teacher:
         return own if own is None or isinstance(own, PairTexts) else TeacherTokens(own)
 
     def own_tokens(self, texts: BaseTokenizer | PairTexts) -> BaseTokenizer | PairTexts | None:
-        """Return the tokenization of the teacher's own token ids in a batch; None if it has none."""
+        """Return the tokenization of the teacher's own token ids; None for the student's."""
         return None if self.cache is not None or _fingerprint(self.texts) == _fingerprint(texts) else self.texts
 
     def with_features(

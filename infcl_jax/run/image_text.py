@@ -136,7 +136,7 @@ class ImageTextRun(Run[CLIPConfig, Encoder]):
         )
 
     def text_reader(self) -> TextReader:
-        """Return the function from (global row, sample index) pairs to the token ids of `text_towers`."""
+        """Return the reader of the token ids of `text_towers`."""
         teacher = None
         if self.teacher is not None and (own := self.teacher.own_tokens(self.texts)) is not None:
             teacher = TeacherTokens(silent(cast(BaseTokenizer, own)))

@@ -1,4 +1,4 @@
-"""Packing of the texts of a run: which entries of a batch, and in how many rows.
+"""Packing of a run's texts: which are packed, and in how many rows.
 
 The rows are chosen by a profile of the first texts, which is the same on any number of processes.
 """
@@ -47,19 +47,19 @@ class TextPacking:
         return TextPacker(self.packed, devices)
 
     def __str__(self) -> str:
-        """Describe each entry, such as "text: packed, 12 rows of 128 tokens for 64 texts (mean length 21.2)"."""
+        """Format as "text: packed, 12 rows of 128 tokens for 64 texts (mean length 21.2)"."""
         packed = [f"{name}: packed, {e.packing} (mean length {e.tokens:.1f})" for name, e in self.packed.items()]
         return "; ".join([*packed, *(f"{name}: padded, {reason}" for name, reason in self.padded.items())])
 
 
 def text_towers(model: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the text encoders of a model by entry of a batch: "text", or "query" and "passage"."""
+    """Return a model's text encoders: "text", or "query" and "passage"."""
     names = row_shapes(model, 1).keys() - {"image"}
     return {f"{prefix}{name}": getattr(model, "text", None) or getattr(model, name) for name in sorted(names)}
 
 
 def counts_alike(tower: Any, other: Any) -> bool:
-    """Return whether a tower can encode texts that are packed for another one, which counts the same tokens."""
+    """Return whether a tower counts the tokens that another one counts."""
     marks = ("end_token", "pad_id", "attends_to_padding")
     return type(tower) is type(other) and all(getattr(tower, m, None) == getattr(other, m, None) for m in marks)
 
@@ -89,7 +89,7 @@ def choose_packing(run: "Run", devices: int) -> TextPacking:
 
 
 def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the lengths of the first texts of the data; each process reads a share."""
+    """Return the lengths of the first texts, of which each process reads a share."""
     config, read = run.config, run.text_reader()
     order = sample_order(run.source, config.batch_size, config.seed)
     rows = [(row, int(order[row])) for row in range(min(_PROFILE, len(order)))]
@@ -102,9 +102,9 @@ def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def silent[Texts: Any](texts: Texts) -> Texts:
-    """Copy a tokenization, so that texts that it cuts are neither counted nor warned of: the batches' are."""
+    """Copy a tokenization that neither counts nor warns of cut texts."""
     if isinstance(texts, PairTexts):
         return dataclasses.replace(texts, tokenizer=silent(texts.tokenizer))
     texts = copy.copy(texts)
-    texts.truncated = 1  # the first one warns
+    texts.truncated = 1  # only the first one warns
     return texts

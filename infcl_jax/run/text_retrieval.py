@@ -90,7 +90,7 @@ class TextRetrievalRun(Run[TextPairConfig, TextEncoder]):
         )
 
     def text_reader(self) -> TextReader:
-        """Return the function from (global row, sample index) pairs to the token ids of `text_towers`."""
+        """Return the reader of the token ids of `text_towers`."""
         settings, teacher = self.config.text_retrieval, None
         if self.teacher is not None and (own := self.teacher.own_tokens(self.texts)) is not None:
             teacher = silent(cast(PairTexts, own))

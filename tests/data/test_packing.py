@@ -103,7 +103,7 @@ def test_the_first_texts_fill_the_shards_in_order(lengths, texts, devices):
         taken = np.zeros((packing.rows, packing.row_length), int)
         for row, offset, length in zip(packed.row[shard], packed.offset[shard], packed.length[shard], strict=True):
             taken[row, offset : offset + length] += 1
-        assert taken.max() == 1
+        assert taken.max() <= 1
     if is_text.sum() < len(lengths):  # as many texts as the shard has, or nearly full rows
         counts = is_text.reshape(devices, -1).sum(1)
         tokens_of = np.add.reduceat(lengths[: is_text.sum()], np.cumsum(counts) - counts)

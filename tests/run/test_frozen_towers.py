@@ -16,6 +16,7 @@ from infcl_jax.settings import make_config
 
 STEPS = 3
 CHUNKS = {"grad_cache.chunk_size": 16}
+PADDED = {"text_packing": "off"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,9 +49,9 @@ def losses(config, workdir, devices):
     ("frozen", "devices", "cache"),
     [
         ("image", 1, {}),
-        ("text", 8, {}),
+        ("text", 8, PADDED),
         ("image", 8, CHUNKS),
-        pytest.param("text", 1, CHUNKS | {"grad_cache.offload": "host"}, marks=pytest.mark.full),
+        pytest.param("text", 1, CHUNKS | PADDED | {"grad_cache.offload": "host"}, marks=pytest.mark.full),
         pytest.param("image", 1, CHUNKS | {"grad_cache.offload": "replay"}, marks=pytest.mark.full),
     ],
     ids=str,

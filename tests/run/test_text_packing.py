@@ -131,6 +131,20 @@ def test_queries_and_passages_are_packed(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_batches_train_alike_on_other_numbers_of_devices(devices):
+    """The texts of a batch are packed for its devices."""
+    config, losses = runs.config(model_overrides=MODEL), []
+    for mesh in (oracle.mesh_of(devices), oracle.mesh_of(8)):
+        built = make_run(make_config(config), mesh, run.training_source(config))
+        with contextlib.closing(built.open_iterator()) as data:
+            data.set_state(data.get_state() | {"next_batch": 3})
+            batch = built.next_batch(data)
+        assert isinstance(batch["text"], PackedTokens)
+        losses.append(built.step(built.init.create(), batch)[1]["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
 def test_the_profile_is_the_same_for_any_number_of_processes(monkeypatch):
     built = make_run(make_config(runs.config()), oracle.mesh_of(1), run.training_source(runs.config()))
     towers = built.text_towers

@@ -12,6 +12,7 @@ import runs
 import infcl_jax
 from infcl_jax import run
 from infcl_jax.data import ByteTokenizer
+from infcl_jax.ops.packing import PackedTokens
 from infcl_jax.planner import TeacherMemory, plan_memory
 from infcl_jax.run.base import make_run
 from infcl_jax.run.build import load_teacher
@@ -55,7 +56,7 @@ def captured(config, teacher, mesh, tmp_path):
     [
         (1, {}),
         (4, CHUNKS | {"batch_size": 40}),  # chunks of 16, 16 and 8 pairs
-        (2, CHUNKS | {"grad_cache.offload": "host"}),
+        (2, CHUNKS | {"batch_size": 40, "grad_cache.offload": "host"}),
         (2, {"distill.cache": "workdir"}),
     ],
     ids=str,
@@ -84,6 +85,18 @@ def test_a_teacher_of_another_size_and_tokenizer(workdir, tmp_path):
     np.testing.assert_allclose(got["teacher_text"], other.encode_texts(texts), atol=1e-5)
     wanted = other.encode_images(list(np.asarray(batch["image"])))  # Pillow, rounded to bytes
     assert (np.asarray(got["teacher_image"]) * wanted).sum(1).min() > 0.999
+
+
+def test_a_teacher_that_counts_other_tokens_gets_padded_texts(workdir, monkeypatch):
+    mesh, settings, losses = oracle.mesh_of(2), make_config(config(workdir)), []
+    for alike in (True, False):
+        monkeypatch.setattr("infcl_jax.run.base.counts_alike", lambda *towers, alike=alike: alike)
+        built = make_run(settings, mesh, run.training_source(settings), teacher=load_teacher(settings, mesh))
+        with contextlib.closing(built.open_iterator()) as data:
+            batch = built.next_batch(data)
+        assert isinstance(batch["text"], PackedTokens)
+        losses.append(built.step(built.init.create(), batch)[1]["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 def test_the_limit_of_the_logit_scale_holds_for_the_teacher(workdir):

@@ -3,8 +3,12 @@
 SMEM holds all positions of a head. Scores are therefore never stored, and the backward pass computes them twice, once
 for dQ and once for dK and dV, so that no gradient is accumulated in global memory. Every array is read or written once.
 
-Each warpgroup of a team processes tiles i, i + team, i + 2 team, ... of a head, see `HeadPipeline`. Its first tile
-therefore has i < team, its last i + team >= tiles. It waits for operands at its first tile.
+Each warpgroup of a team processes tiles i, i + team, i + 2 team, ... of a head, see `HeadSchedule`. Its first tile
+therefore has i < team, its last i + team >= tiles. It waits for operands when its first tile needs them. Operands with
+a single buffer are released and refilled as soon as the team has read them, so that the next head's loads overlap with
+this head's compute.
+
+No kernel spills registers, see `tests/ops/attention/test_registers.py`.
 """
 
 import dataclasses
@@ -19,23 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Float32, Int32
 
-from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import (
-    CHANNELS,
-    SPANS,
-    TILE,
-    WGMMA_LAYOUT,
-    Array,
-    Head,
-    HeadPipeline,
-    HeadSlice,
-)
+from infcl_jax.ops.attention.pallas_mosaic_gpu_pipeline import COLUMN, ROW, SPANS, WGMMA_LAYOUT, Head, run
+from infcl_jax.ops.attention.pallas_mosaic_gpu_schedule import CHANNELS, TILE, Array, HeadSchedule, HeadSlice
 
 LONGEST = 5 * TILE  # positions; SMEM holds the five operands of the backward pass up to this length
 UNROLLED = 2  # largest number of query tiles for which the dK, dV loop is unrolled
 LOWEST = -1e30  # a maximum below all scores
 DTYPES = tuple(jnp.dtype(name) for name in ("bfloat16", "float16"))
 SUPPORTED = f"bf16 or fp16, at most {LONGEST} positions and heads of {CHANNELS} channels"
-ROW, COLUMN = WGMMA_LAYOUT.reduce(1), WGMMA_LAYOUT.reduce(0)
 
 
 def accepts(positions: int, channels: int, dtype: Any) -> bool:
@@ -70,20 +65,22 @@ def forward(
 
     Source: Milakov and Gimelshein 2018, section 3 (online softmax).
     """
-    pipeline = HeadPipeline.of(packed, sm_count, vectors=0, warpgroups=3)
-    if pipeline.tiles == 2:  # two teams of two warpgroups leave no warpgroup idle
-        pipeline = dataclasses.replace(pipeline, warpgroups=4)
-    # Buffers are assigned in the order in which operands are needed; the first one is released first.
-    streamed = {name: pipeline.packed[name] for name in ("key", "query", "value")}
+    schedule = HeadSchedule.of(packed, sm_count, vectors=0, warpgroups=3)
+    if schedule.tiles == 2:  # two teams of two warpgroups leave no warpgroup idle
+        schedule = dataclasses.replace(schedule, warpgroups=4)
+    streamed = {name: schedule.packed[name] for name in ("key", "query", "value")}
+    released_early = [name for name in schedule.slots(tuple(streamed)).single if name == "value"]
     log2_scale = CHANNELS**-0.5 * math.log2(math.e)
+    # A narrower last tile has its own code. Otherwise, the loop includes the last tile, because the registers would not
+    # suffice for the accumulators of two unrolled tiles.
+    narrow = not spans and schedule.last_width < TILE
+    masked = causal or spans or (not narrow and schedule.positions < schedule.rows)
 
     def query_tile(head: Head, i: Array) -> None:
         rows = head.tile(i)
 
         def accumulate(acc: Any) -> tuple[Array, Array, Array]:
-            def key_tile(
-                j: Any, carry: tuple[Array, Array], width: int = TILE, last: bool = False
-            ) -> tuple[Array, Array]:
+            def key_tile(j: Any, carry: tuple[Array, Array], width: int = TILE) -> tuple[Array, Array]:
                 m_i, l_i = carry
 
                 # QK
@@ -92,30 +89,37 @@ def forward(
                     return s[...]
 
                 s = pl.run_scoped(scores, plgpu.ACC((TILE, width), jnp.float32))
-                if last:  # the last wgmma that reads keys is complete, so the next head's keys may be loaded
-                    pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, "key"))
-                if causal or last or spans:
-                    s = head.mask(s, i * TILE, j * TILE, causal, -math.inf)
+                if masked or width < TILE:
+                    s = head.mask(s, limits, j * TILE, -math.inf)
                 # Softmax
                 m_next = jnp.maximum(m_i, s.max(1) * log2_scale)
                 alpha = jnp.exp2(m_i - m_next)
                 p = jnp.exp2(s * log2_scale - _broadcast(m_next, 0, s))
+                l_next = l_i * alpha + p.sum(1)
+
                 # PV
+                pl.when((i < schedule.team) & (j == first))(functools.partial(head.wait, "value"))
                 acc[...] = acc[...] * _broadcast(alpha, 0, acc)
                 plgpu.wgmma(acc, _left_operand(p, packed.dtype), head["value"].at[head.tile(j)])
-                return m_next, l_i * alpha + p.sum(1)
+                return m_next, l_next
 
+            limits = head.limits(i, causal)
             # With spans, a query may see no key in the first tiles; its maximum stays finite there.
             l_0, m_0 = (plgpu.layout_cast(jnp.full((TILE,), v, jnp.float32), ROW) for v in (0.0, LOWEST))
-            pl.when(i < pipeline.team)(functools.partial(head.wait, "value"))
-            if spans:
-                first, last = head.key_tiles(i, causal)
-                carry = lax.fori_loop(first, last, key_tile, (m_0, l_0))
-                return *key_tile(last, carry, last=True), acc[...]
-            carry = lax.fori_loop(0, pipeline.tiles - 1, key_tile, (m_0, l_0))
-            return *key_tile(pipeline.tiles - 1, carry, pipeline.last_width, last=True), acc[...]
+            first, last = head.key_tiles(i, causal) if spans else (0, schedule.tiles - 1)
+            if narrow:
+                m_i, l_i = key_tile(last, lax.fori_loop(first, last, key_tile, (m_0, l_0)), schedule.last_width)
+            else:
+                m_i, l_i = lax.fori_loop(first, last + 1, key_tile, (m_0, l_0))
+            return m_i, l_i, acc[...]
 
         m_i, l_i, acc = pl.run_scoped(accumulate, plgpu.ACC((TILE, CHANNELS), jnp.float32))
+
+        @pl.when(i + schedule.team >= schedule.tiles)
+        def _() -> None:
+            head.release(*released_early)
+            head.refill(*released_early)
+
         head.write({"query": (acc / _broadcast(l_i, 0, acc)).astype(packed.dtype)}, rows)
         head.store("query", HeadSlice("out"), rows)
         head.arrays["lse"][head.batch_index, rows] = m_i + jnp.log2(l_i)
@@ -123,15 +127,16 @@ def forward(
     def body(head: Head) -> None:
         head.wait("key", "query")
         # The first tile rotates from head to head, so each warpgroup has the extra tile in turn.
-        head.each_tile(query_tile, first=lax.rem(head.member + head.index, pipeline.team))
+        head.each_tile(query_tile, first=lax.rem(head.member + head.index, schedule.team))
 
     b, t, heads, d = packed.shape
     results = {
         "out": jax.ShapeDtypeStruct((b, t, heads // 3, d), packed.dtype),
-        "lse": jax.ShapeDtypeStruct((pipeline.batch_heads, pipeline.rows), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((schedule.batch_heads, schedule.rows), jnp.float32),
     }
     operands = {"packed": packed} | dict(zip(SPANS, spans, strict=False))
-    outputs = pipeline.run(body, streamed, operands, results, release_after=("query", "value"))
+    released_late = tuple(name for name in streamed if name not in released_early)
+    outputs = run(schedule, body, streamed, operands, results, release_after=released_late)
     return outputs["out"], outputs["lse"]
 
 
@@ -151,12 +156,14 @@ def backward(
       The cotangent of `packed`, deterministic, since sums have a fixed order.
     """
     operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse} | dict(zip(SPANS, spans, strict=False))
-    pipeline = HeadPipeline.of(packed, sm_count, vectors=2, warpgroups=2)
-    streamed = {name: HeadSlice(name) for name in ("out", "d_out")} | pipeline.packed
-    d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in pipeline.packed.items()}
-    # If SMEM cannot hold the operands of two heads, these buffers are released during the body, in the order of
-    # `streamed`, so that the next head's loads overlap this head's compute.
-    released_early = ("out", "d_out", "query") if pipeline.buffers < 2 * len(streamed) else ()
+    schedule = HeadSchedule.of(packed, sm_count, vectors=2, warpgroups=2)
+    # "out" is released first, so it is the first to have a single buffer.
+    streamed = {"d_out": HeadSlice("d_out")} | schedule.packed | {"out": HeadSlice("out")}
+    d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in schedule.packed.items()}
+    single = schedule.slots(tuple(streamed)).single
+    released_after_queries, released_after_keys = (
+        [name for name in names if name in single] for names in (("out",), ("d_out", "query"))
+    )
     scale, dtype = CHANNELS**-0.5, packed.dtype
     log2_scale = scale * math.log2(math.e)
 
@@ -164,15 +171,16 @@ def backward(
         """Stage lse and delta = rowsum(dO * O) of a query tile in SMEM."""
         rows = head.tile(i)
         lse = plgpu.load(head.arrays["lse"].at[head.batch_index, rows], layout=ROW, optimized=False)
-        pl.when(i < pipeline.team)(functools.partial(head.wait, "out", "d_out"))
+        pl.when(i < schedule.team)(functools.partial(head.wait, "out", "d_out"))
         d_out, out = (plgpu.load(head[n].at[rows], layout=WGMMA_LAYOUT).astype(jnp.float32) for n in ("d_out", "out"))
         head.vectors[0, rows], head.vectors[1, rows] = lse, (d_out * out).sum(1)
 
     def query_tile(head: Head, i: Array) -> None:
         """Compute dQ of a query tile over all keys."""
         rows = head.tile(i)
-        pl.when(i < pipeline.team)(functools.partial(head.wait, "query", "key", "value"))
+        pl.when(i < schedule.team)(functools.partial(head.wait, "query", "key", "value"))
         lse, delta = (plgpu.load(head.vectors.at[n, rows], layout=ROW, optimized=False) for n in (0, 1))
+        limits = head.limits(i, causal)
 
         def accumulate(dq: Any) -> Array:
             def key_tile(j: Any, width: int, last: bool) -> None:
@@ -183,7 +191,7 @@ def backward(
                     plgpu.wgmma(dp, head["d_out"].at[rows], head["value"].at[keys].T)
                     p = jnp.exp2(_load_first(s) * log2_scale - _broadcast(lse, 0, s))
                     if causal or last or spans:
-                        p = head.mask(p, i * TILE, j * TILE, causal, 0.0)
+                        p = head.mask(p, limits, j * TILE, 0.0)
                     ds = p * (dp[...] - _broadcast(delta, 0, s))
                     plgpu.wgmma(dq, _left_operand(ds, dtype), head["key"].at[head.tile(j)])
 
@@ -193,8 +201,8 @@ def backward(
                 first, last = head.key_tiles(i, causal)
                 pl.loop(first, last + 1)(functools.partial(key_tile, width=TILE, last=False))
             else:
-                pl.loop(0, pipeline.tiles - 1)(functools.partial(key_tile, width=TILE, last=False))
-                key_tile(pipeline.tiles - 1, pipeline.last_width, last=True)
+                pl.loop(0, schedule.tiles - 1)(functools.partial(key_tile, width=TILE, last=False))
+                key_tile(schedule.tiles - 1, schedule.last_width, last=True)
             return dq[...]
 
         dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, CHANNELS), jnp.float32))
@@ -207,20 +215,23 @@ def backward(
         Padded queries and their cotangents are zeros, so they add nothing.
         """
         rows = head.tile(i)
+        limits = head.limits(i, causal, transposed=True)
 
         def accumulate(dk: Any, dv: Any) -> tuple[Array, Array]:
             def query_tile(j: Any, width: int) -> None:
                 queries = head.tile(j, width)
 
+                def load(vector: int) -> Array:
+                    return plgpu.load(head.vectors.at[vector, queries], layout=COLUMN, optimized=False)
+
                 def accumulate_tile(s: Any, dp: Any) -> None:
                     plgpu.wgmma(s, head["key"].at[rows], head["query"].at[queries].T)
                     plgpu.wgmma(dp, head["value"].at[rows], head["d_out"].at[queries].T)
-                    lse, delta = (
-                        plgpu.load(head.vectors.at[n, queries], layout=COLUMN, optimized=False) for n in (0, 1)
-                    )
+                    lse = load(0)  # delta is loaded once lse is no longer in registers
                     p = jnp.exp2(_load_first(s) * log2_scale - _broadcast(lse, 1, s))
                     if causal or spans:
-                        p = head.mask(p, i * TILE, j * TILE, causal, 0.0, transposed=True)
+                        p = head.mask(p, limits, j * TILE, 0.0)
+                    delta = load(1)
                     plgpu.wgmma(dv, _left_operand(p, dtype), head["d_out"].at[head.tile(j)])
                     ds = p * (_load_first(dp) - _broadcast(delta, 1, s))
                     plgpu.wgmma(dk, _left_operand(ds, dtype), head["query"].at[head.tile(j)])
@@ -230,19 +241,23 @@ def backward(
             if spans:
                 first, last = head.query_tiles(i, causal)
                 pl.loop(first, last + 1)(functools.partial(query_tile, width=TILE))
-            elif pipeline.tiles <= UNROLLED:
-                for j in range(pipeline.tiles - 1):
+            elif schedule.tiles <= UNROLLED:
+                for j in range(schedule.tiles - 1):
                     query_tile(j, TILE)
-                query_tile(pipeline.tiles - 1, pipeline.last_width)
+                query_tile(schedule.tiles - 1, schedule.last_width)
             else:  # a narrower last tile after the loop would exceed the register budget
-                pl.loop(0, pipeline.tiles)(functools.partial(query_tile, width=TILE))
+                pl.loop(0, schedule.tiles)(functools.partial(query_tile, width=TILE))
             return dk[...], dv[...]
 
         dk, dv = pl.run_scoped(accumulate, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
-        if released_early:
-            pl.when(i + pipeline.team >= pipeline.tiles)(functools.partial(head.release, *released_early[1:]))
+        pl.when(i + schedule.team >= schedule.tiles)(functools.partial(head.release, *released_after_keys))
+
         # dK and dV overwrite keys and values, which the team reads until all dQ are computed.
-        pl.when(i < pipeline.team)(functools.partial(head.wait_for_team, "queries"))
+        @pl.when(i < schedule.team)
+        def _() -> None:
+            head.wait_for_team("queries")
+            head.refill(*released_after_queries)
+
         head.write({"key": (dk * scale).astype(dtype), "value": dv.astype(dtype)}, rows)
         head.store("key", d_packed["key"], rows)
         head.store("value", d_packed["value"], rows)
@@ -252,17 +267,19 @@ def backward(
         plgpu.commit_smem()
         head.arrive("statistics")
         head.each_tile(query_tile, first=head.member)
-        if released_early:  # dQ is stored from the buffer of "out", which must be read before it is released
+        if released_after_queries:  # dQ is stored from the buffer of "out", which must be read before it is released
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            head.release(released_early[0])
+            head.release(*released_after_queries)
         head.arrive("queries")
         head.wait_for_team("statistics")
         # Reverse order balances the load: the warpgroup with an extra query tile has no extra key tile.
-        head.each_tile(key_tile, first=pipeline.team - 1 - head.member)
+        head.each_tile(key_tile, first=schedule.team - 1 - head.member)
+        head.refill(*released_after_keys)
 
     results = {"d_packed": jax.ShapeDtypeStruct(packed.shape, dtype)}
+    released_early = released_after_queries + released_after_keys
     released_late = tuple(name for name in streamed if name not in released_early)
-    outputs = pipeline.run(body, streamed, operands, results, release_after=released_late)
+    outputs = run(schedule, body, streamed, operands, results, release_after=released_late)
     return (outputs["d_packed"],)
 
 

@@ -74,8 +74,8 @@ class Packing:
         return cls(row_length, max(_rows_needed(draw, row_length) for draw in draws), shard)
 
     def __str__(self) -> str:
-        """Format as "9 rows of 128 tokens for 64 texts"."""
-        return f"{self.rows} rows of {self.row_length} tokens for {self.shard} texts"
+        """Format as "12 rows of 128 tokens for 64 texts (24.0 each)"."""
+        return f"{self.rows} rows of {self.row_length} tokens for {self.shard} texts ({self.tokens_per_text:.1f} each)"
 
     @property
     def tokens_per_text(self) -> float:

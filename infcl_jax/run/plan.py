@@ -105,7 +105,7 @@ def plan(
 def _texts(run: Run, workload: Workload) -> str:
     """Return the line that says how the texts are encoded."""
     if workload.packings:
-        return "; ".join(f"{name}: packed, {packing}" for name, packing in workload.packings.items())
+        return "texts: " + "; ".join(f"{name} packed in {packing}" for name, packing in workload.packings.items())
     known = run.config.text_packing == "off" or run.source is not None
     return "texts: padded" if known else f"texts: padded in this plan, since {run.config.dataset} is not here"
 

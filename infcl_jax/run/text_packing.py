@@ -47,9 +47,9 @@ class TextPacking:
         return TextPacker(self.packed, devices)
 
     def __str__(self) -> str:
-        """Format as "text: packed, 12 rows of 128 tokens for 64 texts (mean length 21.2)"."""
-        packed = [f"{name}: packed, {e.packing} (mean length {e.tokens:.1f})" for name, e in self.packed.items()]
-        return "; ".join([*packed, *(f"{name}: padded, {reason}" for name, reason in self.padded.items())])
+        """Format as "text packed in 12 rows of 128 tokens for 64 texts (24.0 each), mean length 21.2"."""
+        packed = [f"{name} packed in {e.packing}, mean length {e.tokens:.1f}" for name, e in self.packed.items()]
+        return "; ".join([*packed, *(f"{name} padded, since {reason}" for name, reason in self.padded.items())])
 
 
 def text_towers(model: Any, prefix: str = "") -> dict[str, Any]:
@@ -74,8 +74,7 @@ def choose_packing(run: "Run", devices: int) -> TextPacking:
     towers = {name: tower for name, tower in run.text_towers.items() if not tower.attends_to_padding}
     padded = dict.fromkeys(run.text_towers.keys() - towers, "the tower attends to padding")
     packed = {}
-    for name, lengths in _profile(run, towers).items() if towers else ():
-        length = towers[name].context_length
+    for name, (lengths, length) in _profile(run, towers).items() if towers else ():
         encoder = name.removeprefix("teacher_")
         rows = run.config.batch_size * (run.passages if encoder == "passage" else 1)
         chunk = min(run.config.grad_cache.chunk_of(encoder) or rows, rows)
@@ -84,12 +83,12 @@ def choose_packing(run: "Run", devices: int) -> TextPacking:
         if packing.tokens_per_text <= MOST * length:
             packed[name] = PackedEntry(packing, towers[name].lengths, float(lengths.mean()))
         else:
-            padded[name] = f"packing would compute {packing.tokens_per_text:.1f} of {length} tokens"
+            padded[name] = f"packing would leave {packing.tokens_per_text:.1f} of {length} tokens"
     return TextPacking(packed, padded)
 
 
-def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the lengths of the first texts, of which each process reads a share."""
+def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, int]]:
+    """Return the lengths of the first texts, of which each process reads a share, and their padded length."""
     config, read = run.config, run.text_reader()
     order = sample_order(run.source, config.batch_size, config.seed)
     rows = [(row, int(order[row])) for row in range(min(_PROFILE, len(order)))]
@@ -98,7 +97,8 @@ def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, np.ndarray]:
         chunks = list(threads.map(read, itertools.batched(own, _READ)))
     lengths = {name: [n for c in chunks for n in tower.lengths(c[name]).tolist()] for name, tower in towers.items()}
     shares = gather(lengths)
-    return {name: np.concatenate([share[name] for share in shares]).astype(int) for name in towers}
+    # Sorted, so that the rows do not depend on the number of processes.
+    return {name: (np.sort(np.concatenate([s[name] for s in shares])), chunks[0][name].shape[1]) for name in towers}
 
 
 def silent[Texts: Any](texts: Texts) -> Texts:

@@ -1,12 +1,16 @@
 """Packed texts: the features and gradients of padded ones, for any tower that ignores padding, devices and chunks."""
 
 import functools
+import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import runs
 from jax.sharding import NamedSharding, PartitionSpec
 from towers import random_variables
 
@@ -113,6 +117,17 @@ def test_equal_texts_have_different_masks():
     packed = Packing(ROW, rows=B, shard=B).pack(tokens, np.full(B, RAGGED[0]), B)
     features, _ = value_and_gradients("CLIP", 1, dropout=0.3)(packed)
     assert len(np.unique(features, axis=0)) == B
+
+
+@pytest.mark.slow
+def test_in_float64_packed_texts_are_padded_ones():
+    path = os.pathsep.join(str(Path(__file__).parents[1] / folder) for folder in (".", "models"))
+    environ = {"PYTHONPATH": path, "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    finished = runs.finish(runs.start("tests.models.packed_float64", "1", "8", **environ))[0]
+    assert finished.returncode == 0, finished.stderr
+    errors = json.loads(finished.stdout)
+    assert len(errors) == 2 * len(TOWERS)
+    assert max(error for by_texts in errors.values() for error in by_texts.values()) < 1e-12
 
 
 @pytest.mark.parametrize(("planned", "used"), [(1, 4), (4, 1), (8, 4)])

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,3 +45,18 @@ def environment() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(plugin), *filter(None, [env.get("PYTHONPATH")])])
     return env | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "PYTHONPATH": path}
+
+
+def assembled(program: str, *arguments: str) -> tuple[int, set[str]]:
+    """Run a program of this folder, which compiles for a GPU.
+
+    Returns:
+      Number of kernels that Pallas has assembled, and their different bytes of stack frames and spills.
+    """
+    env = environment() | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    command = [sys.executable, Path(__file__).with_name(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout + done.stderr
+    kernels = re.findall(r"Used (\d+) registers", report)
+    return len(kernels), set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report))

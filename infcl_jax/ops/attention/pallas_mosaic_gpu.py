@@ -65,11 +65,11 @@ def forward(
 
     Source: Milakov and Gimelshein 2018, section 3 (online softmax).
     """
-    schedule = HeadSchedule.of(packed, sm_count, vectors=0, warpgroups=3)
+    schedule = HeadSchedule.of(packed, sm_count, vectors=0, warpgroups=3, rotates=True)
     if schedule.tiles == 2:  # two teams of two warpgroups leave no warpgroup idle
         schedule = dataclasses.replace(schedule, warpgroups=4)
     streamed = {name: schedule.packed[name] for name in ("key", "query", "value")}
-    released_early = [name for name in schedule.slots(tuple(streamed)).single if name == "value"]
+    released_early = tuple(name for name in schedule.slots(tuple(streamed)).single if name == "value")
     log2_scale = CHANNELS**-0.5 * math.log2(math.e)
     # A narrower last tile has its own code. Otherwise, the loop includes the last tile, because the registers would not
     # suffice for the accumulators of two unrolled tiles.
@@ -126,8 +126,7 @@ def forward(
 
     def body(head: Head) -> None:
         head.wait("key", "query")
-        # The first tile rotates from head to head, so each warpgroup has the extra tile in turn.
-        head.each_tile(query_tile, first=lax.rem(head.member + head.index, schedule.team))
+        head.each_tile(query_tile, first=head.first_tile)
 
     b, t, heads, d = packed.shape
     results = {
@@ -135,8 +134,7 @@ def forward(
         "lse": jax.ShapeDtypeStruct((schedule.batch_heads, schedule.rows), jnp.float32),
     }
     operands = {"packed": packed} | dict(zip(SPANS, spans, strict=False))
-    released_late = tuple(name for name in streamed if name not in released_early)
-    outputs = run(schedule, body, streamed, operands, results, release_after=released_late)
+    outputs = run(schedule, body, streamed, operands, results, released_early=released_early)
     return outputs["out"], outputs["lse"]
 
 
@@ -156,13 +154,13 @@ def backward(
       The cotangent of `packed`, deterministic, since sums have a fixed order.
     """
     operands = {"packed": packed, "out": out, "d_out": d_out, "lse": lse} | dict(zip(SPANS, spans, strict=False))
-    schedule = HeadSchedule.of(packed, sm_count, vectors=2, warpgroups=2)
+    schedule = HeadSchedule.of(packed, sm_count, vectors=2, warpgroups=2, rotates=False)
     # "out" is released first, so it is the first to have a single buffer.
     streamed = {"d_out": HeadSlice("d_out")} | schedule.packed | {"out": HeadSlice("out")}
     d_packed = {name: dataclasses.replace(source, array="d_packed") for name, source in schedule.packed.items()}
     single = schedule.slots(tuple(streamed)).single
     released_after_queries, released_after_keys = (
-        [name for name in names if name in single] for names in (("out",), ("d_out", "query"))
+        tuple(name for name in names if name in single) for names in (("out",), ("d_out", "query"))
     )
     scale, dtype = CHANNELS**-0.5, packed.dtype
     log2_scale = scale * math.log2(math.e)
@@ -250,13 +248,17 @@ def backward(
             return dk[...], dv[...]
 
         dk, dv = pl.run_scoped(accumulate, *2 * (plgpu.ACC((TILE, CHANNELS), jnp.float32),))
-        pl.when(i + schedule.team >= schedule.tiles)(functools.partial(head.release, *released_after_keys))
 
         # dK and dV overwrite keys and values, which the team reads until all dQ are computed.
         @pl.when(i < schedule.team)
         def _() -> None:
             head.wait_for_team("queries")
             head.refill(*released_after_queries)
+
+        @pl.when(i + schedule.team >= schedule.tiles)
+        def _() -> None:
+            head.release(*released_after_keys)
+            head.refill(*released_after_keys)
 
         head.write({"key": (dk * scale).astype(dtype), "value": dv.astype(dtype)}, rows)
         head.store("key", d_packed["key"], rows)
@@ -273,13 +275,11 @@ def backward(
         head.arrive("queries")
         head.wait_for_team("statistics")
         # Reverse order balances the load: the warpgroup with an extra query tile has no extra key tile.
-        head.each_tile(key_tile, first=schedule.team - 1 - head.member)
-        head.refill(*released_after_keys)
+        head.each_tile(key_tile, first=head.first_tile)
 
     results = {"d_packed": jax.ShapeDtypeStruct(packed.shape, dtype)}
     released_early = released_after_queries + released_after_keys
-    released_late = tuple(name for name in streamed if name not in released_early)
-    outputs = run(schedule, body, streamed, operands, results, release_after=released_late)
+    outputs = run(schedule, body, streamed, operands, results, released_early=released_early)
     return (outputs["d_packed"],)
 
 

@@ -1,9 +1,9 @@
 """SMEM pipeline over the heads of a batch for Pallas Mosaic GPU kernels.
 
 TMA loads the operands of whole heads, pads them with zeros to whole tiles, and drops the padding when results are
-stored. The last warpgroup of a team loads the team's operands: it refills a buffer once the whole team has released it.
-A warpgroup for the loads alone would need `setmaxnreg` to leave enough registers to the others, which nvJitLink, the
-assembler of JAX 0.12, ignores.
+stored. The warpgroup with the last tile of a head, which is the last to finish, loads the operands of later heads: it
+refills a buffer once the whole team has released it. A warpgroup for the loads alone would need `setmaxnreg` to leave
+enough registers to the others, which nvJitLink, the assembler of JAX 0.12, ignores.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def run(
     operands: dict[str, Array],
     results: dict[str, jax.ShapeDtypeStruct],
     *,
-    release_after: tuple[str, ...],
+    released_early: tuple[str, ...],
 ) -> dict[str, Array]:
     """Run `body` on every head.
 
@@ -50,21 +50,21 @@ def run(
       streamed: slices of the operands loaded into SMEM, by name, in the order of `HeadSchedule.slots`.
       operands: arrays by name; the body reads those without a slice in `streamed` from global memory.
       results: shapes and dtypes of the results by name.
-      release_after: names in `streamed` whose buffers are released and refilled after the body; it must release and
-        refill the others.
+      released_early: names in `streamed` whose buffers the body releases and refills.
 
     Returns:
       The results by name.
     """
     aligned = schedule.positions % ATOM == 0
     slots = schedule.slots(tuple(streamed))
+    late = [name for name in slots.rarest_first if name not in released_early]
 
     def kernel(*refs: Any) -> None:
         *global_refs, buffers, vectors, columns, full, empty, team_barriers = refs
         arrays = dict(zip([*operands, *results], global_refs, strict=True))
         tiled, plain = (buffers, buffers) if aligned else buffers
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        # Constants need no registers.
+        # A constant, of a single team or warpgroup, needs no register.
         team = lax.div(warpgroup, schedule.team) if schedule.teams > 1 else jnp.int32(0)
         member = lax.rem(warpgroup, schedule.team) if schedule.team > 1 else jnp.int32(0)
         count = lax.div(schedule.batch_heads - program + schedule.programs - 1, schedule.programs)
@@ -77,7 +77,7 @@ def run(
             barriers = full, empty, team_barriers
             return Head(schedule, slots, index, team, member, batch_index, streamed, arrays, *smem, *barriers)
 
-        @pl.loop(0, slots.copies)
+        @pl.loop(0, max(slots.copies.values()))
         def _(index: Array) -> None:
             head(index).load_first()
 
@@ -86,8 +86,8 @@ def run(
             current = head(index)
             body(current)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            current.release(*release_after)
-            current.refill(*release_after)
+            current.release(*late)
+            current.refill(*late)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -104,7 +104,7 @@ def run(
             plgpu.SMEM(schedule.vectors_shape, jnp.float32),
             plgpu.SMEM(schedule.columns_shape, jnp.int32),
             plgpu.Barrier(num_arrivals=len(schedule.copy_ranges), num_barriers=shape[0]),
-            plgpu.Barrier(num_arrivals=schedule.team, num_barriers=shape[0]),
+            plgpu.Barrier(num_arrivals=schedule.team, num_barriers=schedule.loaders * shape[0]),
             plgpu.Barrier(num_arrivals=schedule.team, num_barriers=len(SYNC_POINTS) * schedule.teams),
         ],
         grid=(schedule.programs,),
@@ -132,9 +132,9 @@ class Head:
       tiled: SMEM buffers [buffers, rows, 64], tiled for wgmma.
       plain: the same buffers, untiled for copies.
       shared: SMEM of the vectors, of `HeadSchedule.vectors_shape`.
-      columns: SMEM of the warpgroup's column indices 0 to 63.
+      columns: SMEM of the warpgroup's column indices, 0 to 63.
       full: barriers that complete when a buffer is loaded.
-      empty: barriers that complete when the whole team has released a buffer.
+      empty: barriers of each loader that complete when the whole team has released a buffer.
       team_barriers: barriers of each team at `SYNC_POINTS`.
     """
 
@@ -162,8 +162,7 @@ class Head:
 
     def buffer(self, name: str) -> Array:
         """Index of the buffer of an operand."""
-        turn = lax.rem(self.index, self.slots.copies)
-        return self.team * self.slots.count + self.slots.index(name, turn)
+        return self.team * self.slots.count + self.slots.index(name, self.index)
 
     def __getitem__(self, name: str) -> Any:
         """Operand [rows, 64] in SMEM."""
@@ -187,25 +186,31 @@ class Head:
             body(self, first + n * team)
 
     @property
+    def first_tile(self) -> Array:
+        """First tile of this warpgroup in the last phase of the body."""
+        team = self.schedule.team
+        return lax.rem(self.member + self.index, team) if self.schedule.rotates else team - 1 - self.member
+
+    @property
     def is_loader(self) -> Array:
-        """True in the warpgroup that loads the team's operands."""
-        return self.member == self.schedule.team - 1
+        """True in the warpgroup of the last tile, which refills the buffers."""
+        return self.first_tile == (self.schedule.tiles - 1) % self.schedule.team
 
     def load_first(self) -> None:
         """Load the operands that have a buffer at the start of the kernel."""
         for name in self.streamed:
-            has_buffer = self.index < self.slots.copies_of(name)
+            has_buffer = self.index < self.slots.copies[name]
             pl.when(self.is_loader & has_buffer)(functools.partial(self._load, name, self.buffer(name)))
 
     def refill(self, *names: str) -> None:
-        """Load the next head's operands into the buffers of `names` once the whole team has released them."""
+        """Wait until the team has released buffers, and load their next operands."""
 
         @pl.when(self.is_loader)
         def _() -> None:
             for name in names:
                 # Every phase of a barrier needs a wait, even without a next head.
-                plgpu.barrier_wait(self.empty.at[self.buffer(name)])
-                heads = self.slots.copies_of(name) * self.schedule.teams
+                plgpu.barrier_wait(self._empty_barrier(name))
+                heads = self.slots.copies[name] * self.schedule.teams
                 batch_index = self.batch_index + heads * self.schedule.programs
                 dataclasses.replace(self, batch_index=batch_index)._load(name, self.buffer(name))
 
@@ -232,7 +237,12 @@ class Head:
     def release(self, *names: str) -> None:
         """Release buffers that this warpgroup no longer accesses."""
         for name in names:
-            plgpu.barrier_arrive(self.empty.at[self.buffer(name)])
+            plgpu.barrier_arrive(self._empty_barrier(name))
+
+    def _empty_barrier(self, name: str) -> Any:
+        # A warpgroup keeps track of a barrier's phase by its own waits, so each loader needs barriers of its own.
+        loader = lax.rem(self.index, self.schedule.loaders)
+        return self.empty.at[loader * self.schedule.teams * self.slots.count + self.buffer(name)]
 
     def arrive(self, point: str) -> None:
         """Signal the team that this warpgroup has reached one of `SYNC_POINTS`."""
@@ -259,7 +269,7 @@ class Head:
         plgpu.copy_smem_to_gmem(self.plain.at[self.buffer(name), rows], self.positions(result, rows))
 
     def limits(self, i: Array, causal: bool, transposed: bool = False) -> Limits:
-        """Return the first and last column that each row of a tile of scores may attend to.
+        """Return the first and last column of each row that is not masked.
 
         Args:
           i: index of the row tile.
@@ -286,10 +296,8 @@ class Head:
           origin: position of the first column.
           value: value of masked pairs.
         """
-        # The compiler would keep an iota in registers throughout the kernel, but it loads these indices where they are
-        # used.
-        width = scores.shape[1]
-        columns = plgpu.load(self.columns.at[pl.ds(0, width)], layout=COLUMN, optimized=False)
+        # From SMEM, since the compiler keeps the columns of an iota in registers throughout the kernel.
+        columns = plgpu.load(self.columns.at[pl.ds(0, scores.shape[1])], layout=COLUMN, optimized=False)
         columns = lax.broadcast_in_dim(columns, scores.shape, [1])
         inside = [
             compare(columns, lax.broadcast_in_dim(limit - origin, scores.shape, [0]))

@@ -21,7 +21,6 @@ SWIZZLE_BYTES = 128
 SM_COUNT = 132
 # Registers per thread of the producer and of the compute warpgroups, by number of compute warpgroups. All threads start
 # with the same share of the SM's 64 Ki registers, rounded down to a multiple of 8, and the sum must not grow.
-WARPGROUP_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (24, 112)}
 # Rows of a device from which kernels over rows are chosen. With fewer, XLA's fused ops take no longer, and a run starts
 # sooner, because Python lowers a kernel anew for each shape (docs/archive/measurements.md).
 FEWEST_ROWS = 8192

@@ -76,6 +76,9 @@ def assert_close(outputs, want, dtype, least=1e-9):
         pytest.param(2, 72, 3, BF16, True, marks=pytest.mark.full),
         pytest.param(1, 136, 3, BF16, False, marks=pytest.mark.full),  # of three: a warpgroup has two
         (1, 264, 3, FP16, False),  # no room for the next head
+        # Every buffer is refilled, by every warpgroup that loads.
+        pytest.param(4, 56, 8, BF16, False, marks=pytest.mark.full),
+        *(pytest.param(2, t, 8, BF16, t == 72, marks=pytest.mark.full) for t in (72, 136, 200, 264)),
     ],
 )
 @pytest.mark.usefixtures("complete_interpreter")

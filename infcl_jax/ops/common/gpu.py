@@ -19,8 +19,6 @@ RESERVED_BYTES = 2048
 SWIZZLE_BYTES = 128
 # SMs of an H100 or H200 SXM (NVIDIA H100 Tensor Core GPU Architecture).
 SM_COUNT = 132
-# Registers per thread of the producer and of the compute warpgroups, by number of compute warpgroups. All threads start
-# with the same share of the SM's 64 Ki registers, rounded down to a multiple of 8, and the sum must not grow.
 # Rows of a device from which kernels over rows are chosen. With fewer, XLA's fused ops take no longer, and a run starts
 # sooner, because Python lowers a kernel anew for each shape (docs/archive/measurements.md).
 FEWEST_ROWS = 8192

@@ -17,6 +17,7 @@ import runs
 from runs import history
 
 from infcl_jax import Callback, train
+from infcl_jax.data.packing import PADDED
 from infcl_jax.data.parallelism import Parallelism
 from infcl_jax.data.reader import BadRecords
 from infcl_jax.planner import OutOfMemory
@@ -363,6 +364,7 @@ class Data:
 
     def __init__(self):
         self.bad_records = BadRecords(SimpleNamespace(name="photos", split="train"), limit=9)
+        self.packer = PADDED
 
     def __next__(self):
         return runs.batch(8)

@@ -6,7 +6,6 @@ import dataclasses
 import jax
 from jax.sharding import use_abstract_mesh
 
-from infcl_jax.data import Packing
 from infcl_jax.ops.pairwise.implementations import best_implementation
 from infcl_jax.planner import (
     SAFE_SHARE,
@@ -30,7 +29,7 @@ from infcl_jax.planner.times import GPUS_PER_HOST
 from infcl_jax.run import sample_source, training_source
 from infcl_jax.run.base import Run, make_run
 from infcl_jax.run.build import load_teacher, start_devices
-from infcl_jax.run.text_packing import choose_packing
+from infcl_jax.run.text_packing import TextPacking, choose_packing
 from infcl_jax.runtime.mesh import data_mesh
 from infcl_jax.settings import AnyConfig, make_config, with_total_steps
 from infcl_jax.training.grad_cache import KEEP_MOST
@@ -67,7 +66,7 @@ def plan(
 
     Returns:
       The memory of each component, the recommended gradient caching and the largest batch that fits; with `device` also
-      the time of a step. Lines without a final newline.
+      the time of a step, with the data also how texts are packed. Lines without a final newline.
 
     Raises:
       ValueError: an argument or a setting is wrong, `distill.teacher` or `guide.model` holds no model, or no number of
@@ -94,30 +93,24 @@ def plan(
             count, limit = devices or 1, limit or gpu.memory_limit
         run = make_run(config, source=source, teacher=load_teacher(config, data_mesh()))
         workload = run_workload(run, count, limit, None if gpu is None else gpu.implementation)
+        packing = _packing(run, count)
+        packings = {name: entry.packing for name, entry in packing.packed.items()}
+        workload = dataclasses.replace(workload, packings=packings)
         if target is not None and gpu is not None and limit is not None:
             return _scaling_table(workload, gpu, limit, target, config.total_steps)
-        lines = [_texts(run, workload), _memory_plan(workload, limit)]
+        lines = [_memory_plan(workload, limit)]
         if gpu is not None and limit is not None:
             lines.append(_time(workload, gpu, limit, config.total_steps))
+        lines += [f"texts: {packing}"] if str(packing) else []
         return "\n".join(lines)
 
 
-def _texts(run: Run, workload: Workload) -> str:
-    """Return the line that says how the texts are encoded."""
-    if workload.packings:
-        return "texts: " + "; ".join(f"{name} packed in {packing}" for name, packing in workload.packings.items())
-    known = run.config.text_packing == "off" or run.source is not None
-    return "texts: padded" if known else f"texts: padded in this plan, since {run.config.dataset} is not here"
-
-
-def _packings(run: Run, devices: int) -> dict[str, Packing]:
-    """Choose the packing of the run's texts; none without its data and tokenizer."""
-    if run.config.text_packing == "off" or run.source is None:
-        return {}
-    with contextlib.suppress(*_ABSENT):
-        packing = choose_packing(run, devices) if run.mesh is None else run.text_packing
-        return {name: entry.packing for name, entry in packing.packed.items()}
-    return {}
+def _packing(run: Run, devices: int) -> TextPacking:
+    """Choose how the texts of a run are encoded; nothing is known without its data and tokenizer."""
+    if run.config.text_packing == "auto" and run.source is not None:
+        with contextlib.suppress(*_ABSENT):
+            return choose_packing(run, devices)
+    return TextPacking({}, {})
 
 
 def _memory_plan(workload: Workload, memory_limit: int | None) -> str:
@@ -186,7 +179,6 @@ def run_workload(
         passages=run.passages,
         teacher=teacher,
         by_id=loss.targets.by_id,
-        packings=_packings(run, devices),
     )
     if not stores_most:
         return workload

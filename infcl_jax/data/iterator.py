@@ -251,7 +251,8 @@ class TrainIterator(grain.DatasetIterator):
     def get_state(self) -> dict[str, Any]:
         """Return the state after the last returned batch."""
         bad_records = self.bad_records.indices()
-        return {"next_batch": self._next_batch, **self.dataset, **self._identity, "bad_records": bad_records}
+        state = {"next_batch": self._next_batch, **self.dataset, **self._identity, "bad_records": bad_records}
+        return state | ({"padded_batches": self.packer.padded} if self.packer.entries else {})
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of an iterator over the same data.
@@ -272,6 +273,7 @@ class TrainIterator(grain.DatasetIterator):
         self._finalizer()
         self._next_batch = int(state["next_batch"])
         self.bad_records.restore(state.get("bad_records", ()))  # absent in older checkpoints
+        self.packer.padded = state.get("padded_batches", 0)
         self._open()
 
     def batches_ahead(self, error: WorkerLost) -> int:

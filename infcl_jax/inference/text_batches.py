@@ -40,8 +40,8 @@ class TextBatches:
         return None if packing is None else cls(rows, devices, tower, packing)
 
     def first(self, tokens: Integer[np.ndarray, "n t"]) -> TextBatch:
-        """Make a batch of the first texts that fit."""
-        if self.packing is not None:
+        """Make a batch of the first texts that fit, padded if one cannot be packed."""
+        if self.packing is not None and self.packs(tokens):
             return self.packing.pack_first(tokens, self._lengths(tokens, self.packing.row_length), self.devices)
         padding = max(0, self.rows - len(tokens))
         return np.pad(tokens[: self.rows], ((0, padding), (0, 0))), np.arange(self.rows) < len(tokens)
@@ -62,6 +62,10 @@ class TextBatches:
             waiting = [left] if len(left) else []
             waiting += itertools.islice(stream, ahead - -(-len(left) // self.rows))
 
+    def packs(self, tokens: Integer[np.ndarray, "n t"]) -> bool:
+        """Return whether all texts can be packed."""
+        return bool(self.tower.lengths(tokens).all())
+
     def _lengths(self, tokens: Integer[np.ndarray, "n t"], row_length: int) -> Int[np.ndarray, "n"]:
         """Return the space of each text in a row.
 
@@ -74,7 +78,7 @@ class TextBatches:
 def text_batches(
     tower: Any, stream: Iterable[Integer[np.ndarray, "n t"]], rows: int, devices: int
 ) -> Iterator[TextBatch]:
-    """Make batches of texts in order, all of one shape.
+    """Make batches of texts in order, all of one shape unless some cannot be packed.
 
     Args:
       tower: text tower that encodes packed texts; None: they stay padded.
@@ -105,6 +109,8 @@ def agreed_batches(tower: Any, tokens: Integer[np.ndarray, "n t"], rows: int, de
     padded = TextBatches(rows, devices)
     packed = (tower and TextBatches.packed(tower, tokens.shape[1], rows, devices)) or padded
     counts = [sum(1 for _ in batches.split(stream)) for batches in (packed, padded)]
+    if packed is not padded and not packed.packs(tokens):
+        counts[0] = len(tokens)  # more than padded batches, or as many
     packed_steps, padded_steps = (max(column) for column in zip(*gather(counts), strict=True))
     batches = packed if packed_steps < padded_steps else padded
     inputs, is_text = batches.first(np.zeros((1, tokens.shape[1]), tokens.dtype))

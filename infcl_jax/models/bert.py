@@ -131,9 +131,13 @@ class Bert(nn.Module):
         return False
 
     def lengths(self, tokens: Integer[np.ndarray, "b t"]) -> Int[np.ndarray, "b"]:
-        """Count the tokens of each text without its padding, at least 1."""
-        is_token = tokens != self.pad_id
-        return np.where(is_token.any(1), tokens.shape[1] - is_token[:, ::-1].argmax(1), 1)
+        """Count the tokens of each text without its padding, at least 1.
+
+        0 for a text that cannot be packed, since a padding id inside of it is masked.
+        """
+        is_token = (tokens != self.pad_id) | (np.arange(tokens.shape[1]) == 0)
+        length = tokens.shape[1] - is_token[:, ::-1].argmax(1)
+        return np.where(is_token.sum(1) == length, length, 0)
 
     def _embed(
         self, tokens: Integer[Array, "b t"], train: bool, packed: PackedRows | None = None

@@ -8,6 +8,7 @@ from typing import Any, cast
 from infcl_jax.models import CLIP, TextPair
 from infcl_jax.models.bert import Bert
 from infcl_jax.models.clip import row_shapes
+from infcl_jax.models.config import BertConfig
 from infcl_jax.models.convert import config_of
 from infcl_jax.models.flops import group_flops
 from infcl_jax.models.registry import bert_config_of
@@ -222,7 +223,10 @@ def _tower_time(workload: Workload, name: str, rows: int, rates: Rates) -> Tower
         dtype, flops = config.dtype, sum(group_flops(config)[name])
     if (packing := workload.packings.get(name)) is not None:
         rows = rows_of(rows, packing.rows, packing.shard)
-        tower = dataclasses.replace(tower, context_length=packing.row_length)
+        longer: dict[str, Any] = {"context_length": packing.row_length}
+        if isinstance(tower, BertConfig):
+            longer["max_positions"] = packing.row_length + tower.position_offset
+        tower = dataclasses.replace(tower, **longer)
     return tower_time(tower, feature_width(model), rows, rates, dtype, flops)
 
 

@@ -239,7 +239,8 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         if self.teacher is None:
             return step
         own, other = text_towers(self.model), text_towers(self.teacher.model)
-        padded = [name for name, tower in other.items() if not counts_alike(tower, own[name])]
+        shared = self.teacher.own_tokens(self.texts) is None
+        padded = [name for name, tower in other.items() if shared and not counts_alike(tower, own[name])]
         return self.teacher.with_features(step, self.mesh, self.grad_cache, padded)
 
     @functools.cached_property

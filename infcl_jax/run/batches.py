@@ -10,7 +10,7 @@ from infcl_jax.data import TrainIterator
 from infcl_jax.data.parallelism import limiting_stage
 from infcl_jax.data.workers import WorkerLost
 from infcl_jax.run.base import Run
-from infcl_jax.runtime.console import process_prefix
+from infcl_jax.runtime.console import process_prefix, say
 from infcl_jax.runtime.exit_codes import Interrupted
 from infcl_jax.runtime.file_io import read_json, replace_text
 from infcl_jax.runtime.outputs import Outputs, print_line
@@ -86,10 +86,15 @@ class Batches:
     def next(self) -> dict[str, Any]:
         """Return the batch of the next step, see `infcl_jax.run.next_batch`."""
         with self.console.reminder(_STALL_SECONDS, self._stall):
-            return self.wait.batch(lambda: self.run.next_batch(self.data))
+            padded = self.data.packer.padded
+            batch = self.wait.batch(lambda: self.run.next_batch(self.data), lambda: self.data.packer.seconds)
+        if not padded and self.data.packer.padded:
+            say("texts of a batch need more rows: it is padded, as are later ones, for which another step is compiled")
+        return batch
 
     def _stall(self, seconds: float) -> str:
-        return f"warning: {process_prefix()}waiting for data for {seconds:.0f} s: {self.data.awaited()}"
+        what = "the other processes" if self.data.packer.waits else f"data for {seconds:.0f} s: {self.data.awaited()}"
+        return f"warning: {process_prefix()}waiting for {what}"
 
     def waits(self, steps: int) -> dict[str, float]:
         """Return the fraction of time since the last call spent waiting, by metric.

@@ -66,8 +66,10 @@ def build_run(
         teacher=load_teacher(config, mesh),
         check=check,
     )
+    doing("reading the lengths of texts")
     if recorded is None and config.text_packing == "auto" and not run.text_packing.packed:
-        say(f"texts: {run.text_packing}")
+        if str(run.text_packing):
+            say(f"texts: {run.text_packing}")
         run = dataclasses.replace(
             run, config=with_changes(config, {"text_packing": "off"}), given_tokenizer=run.tokenizer
         )

@@ -35,7 +35,7 @@ from infcl_jax.settings import AnyConfig, make_config, with_total_steps
 from infcl_jax.training.grad_cache import KEEP_MOST
 
 _LARGEST_TARGET = 1024
-_ABSENT = (FileNotFoundError, ImportError, ValueError)  # errors of data or a tokenizer that is not on this machine
+_ABSENT = (OSError, ImportError, ValueError)  # errors of data or a tokenizer that is not on this machine
 
 
 def plan(

@@ -17,6 +17,7 @@ from infcl_jax.data import Packing, PairTexts
 from infcl_jax.data.iterator import sample_order
 from infcl_jax.data.packing import MOST, ROW_LENGTH, PackedEntry, TextPacker
 from infcl_jax.data.parallelism import usable_cores
+from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.runtime.processes import gather
 
@@ -71,6 +72,7 @@ def choose_packing(run: "Run", devices: int) -> TextPacking:
       run: parts of the run, with its source.
       devices: number of devices over which the batch is sharded.
     """
+    run.config.grad_cache.check_batch(run.config.batch_size, devices)
     towers = {name: tower for name, tower in run.text_towers.items() if not tower.attends_to_padding}
     padded = dict.fromkeys(run.text_towers.keys() - towers, "the tower attends to padding")
     packed = {}
@@ -80,11 +82,17 @@ def choose_packing(run: "Run", devices: int) -> TextPacking:
         chunk = min(run.config.grad_cache.chunk_of(encoder) or rows, rows)
         row_length = -(-length // ROW_LENGTH) * ROW_LENGTH
         packing = Packing.of(lengths, chunk // devices, row_length, shards=devices * -(-rows // chunk))
-        if packing.tokens_per_text <= MOST * length:
+        width = towers[name].config.width
+        if _layer_flops(packing.tokens_per_text, row_length, width) <= MOST * _layer_flops(length, length, width):
             packed[name] = PackedEntry(packing, towers[name].lengths, float(lengths.mean()))
         else:
-            padded[name] = f"packing would leave {packing.tokens_per_text:.1f} of {length} tokens"
+            padded[name] = f"packing would leave {packing.tokens_per_text:.1f} of {length} tokens, in longer rows"
     return TextPacking(packed, padded)
+
+
+def _layer_flops(tokens: float, row_length: int, width: int) -> float:
+    """Return the forward FLOPs of a layer for tokens in rows, see `infcl_jax.models.flops.group_flops`."""
+    return tokens * (24 * width**2 + 4 * row_length * width)
 
 
 def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, int]]:
@@ -98,13 +106,15 @@ def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, tuple[np.ndarra
     lengths = {name: [n for c in chunks for n in tower.lengths(c[name]).tolist()] for name, tower in towers.items()}
     shares = gather(lengths)
     # Sorted, so that the rows do not depend on the number of processes.
-    return {name: (np.sort(np.concatenate([s[name] for s in shares])), chunks[0][name].shape[1]) for name in towers}
+    every = {name: np.sort(np.concatenate([share[name] for share in shares])) for name in towers}
+    return {name: (np.maximum(every[name], 1), chunks[0][name].shape[1]) for name in towers}
 
 
 def silent[Texts: Any](texts: Texts) -> Texts:
     """Copy a tokenization that neither counts nor warns of cut texts."""
     if isinstance(texts, PairTexts):
         return dataclasses.replace(texts, tokenizer=silent(texts.tokenizer))
-    texts = copy.copy(texts)
-    texts.truncated = 1  # only the first one warns
+    if isinstance(texts, BaseTokenizer):
+        texts = copy.copy(texts)
+        texts.truncated = 1  # only the first one warns
     return texts

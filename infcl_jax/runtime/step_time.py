@@ -70,11 +70,14 @@ class DataWait:
         self._thread = threading.Thread(target=self._watch, name="data_wait", daemon=True)
         self._thread.start()
 
-    def batch(self, next_batch: Callable[[], Any]) -> Any:
-        """Return `next_batch()`, the batch of the next step."""
-        requested = self._clock()
+    def batch(self, next_batch: Callable[[], Any], others: Callable[[], float] = lambda: 0.0) -> Any:
+        """Return `next_batch()`, the batch of the next step.
+
+        `others` returns the seconds that it has waited for other processes so far, which are no wait for data.
+        """
+        requested = self._clock() - others()
         arrays = next_batch()
-        self._events.put(functools.partial(self._record_batch, requested, self._clock(), arrays))
+        self._events.put(functools.partial(self._record_batch, requested + others(), self._clock(), arrays))
         return arrays
 
     def step(self, metrics: Any) -> None:

@@ -120,6 +120,15 @@ def test_full_texts_and_towers_that_may_attend_to_padding_stay_padded():
         assert all(inputs.shape == (BATCH, LENGTH) for inputs, _ in batches)
 
 
+def test_texts_with_padding_inside_have_the_features_of_padded_ones():
+    packed, variables = encoder("encode_query")
+    tokens = np.concatenate(of_lengths(np.arange(2, 62)))
+    tokens[7, 1] = 0  # padding
+    arguments = variables, lambda texts: tokens[[int(text) for text in texts]], [*map(str, range(60))], MESH, BATCH
+    got, expected = (encode_texts(encode, *arguments) for encode in (packed, padded("encode_query")))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["CLIP", "encode_query"])
 def test_an_unknown_id_spoils_its_own_text_alone(name):
     packed, variables = encoder(name)

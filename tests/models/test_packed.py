@@ -147,6 +147,15 @@ def test_a_tower_counts_the_tokens_before_the_padding(name, lengths):
     np.testing.assert_array_equal(tower(name).lengths(texts(lengths)), lengths)
 
 
+def test_a_text_of_bert_with_padding_inside_is_not_packed():
+    tokens = texts(RAGGED)
+    tokens[3, :4] = 5, 0, 6, 7
+    tokens[5] = 0
+    lengths = tower("BERT mean").lengths(tokens)
+    assert lengths[3] == 0 and lengths[5] == 1
+    assert Packing(ROW, rows=B, shard=B).pack(tokens, lengths, B) is None
+
+
 def test_a_text_without_end_token_has_the_feature_of_its_first_token():
     tokens = np.full((B, T), 5, np.int32)
     counted = tower("CLIP").lengths(tokens)

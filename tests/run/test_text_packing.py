@@ -24,7 +24,7 @@ from infcl_jax.training import METRICS_FILE, read_metrics, save_config
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
 EVALUATED = {"evaluation.retrieval_dataset": "digits", "evaluation.zero_shot_dataset": "digits"}
-MODEL = runs.OVERRIDES.replace(f"context_length={runs.CONTEXT}", "context_length=77")
+MODEL = runs.OVERRIDES.replace(f"context_length={runs.CONTEXT}", "context_length=128")
 SIGLIP = f"{MODEL},text.causal=False,text.pool='last'"
 SMALL = runs.SMALL | NOTHING | {"model_overrides": MODEL}
 
@@ -122,7 +122,8 @@ def test_a_run_from_before_the_setting_goes_on_padded(tmp_path):
     assert [bool(built.text_packing.packed) for built in resumed] == [True, False]
 
 
-def test_queries_and_passages_are_packed(tmp_path):
+def test_queries_and_passages_are_packed(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_packing, "MOST", 10.0)  # packs, though it saves little
     config = retrieval_settings(write_corpus(tmp_path), model_overrides="text.layers=1,text.context_length=64")
     mesh, losses = oracle.mesh_of(4), []
     for name in ("auto", "off"):

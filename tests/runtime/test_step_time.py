@@ -65,6 +65,21 @@ def test_transfers_count_unless_they_overlap_with_the_previous_step():
     assert train(10, 1.0, lambda n: 0.0, transfer=3.0)[0] == pytest.approx(3.0 + 8 * 1.0)
 
 
+def test_waits_for_other_processes_are_no_waits_for_data():
+    clock, seconds = Clock(), 0.0
+
+    def next_batch():
+        nonlocal seconds
+        clock.now, seconds = clock.now + 5.0, seconds + 5.0
+        return {"image": np.zeros(1)}
+
+    with DataWait(clock=clock) as wait:
+        for _ in range(3):
+            wait.batch(next_batch, lambda: seconds)
+            wait.step({"loss": Array(clock, clock.now + 1.0)})
+        assert wait.take(3)[0] == 0.0
+
+
 def test_pauses_are_not_part_of_the_time():
     assert train(10, 1.0, lambda n: 0.0, pause=100.0) == train(10, 1.0, lambda n: 0.0) == (0.0, 10.0)
 

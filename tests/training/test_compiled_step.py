@@ -15,7 +15,7 @@ from infcl_jax.settings import make_config
 from infcl_jax.training.compiled_step import StepMemory, compile_ahead, compiled_bytes, is_out_of_memory
 
 NOTHING = {"evaluation.retrieval_dataset": None, "evaluation.zero_shot_dataset": None}
-PACKED = {"model_overrides": f"{runs.OVERRIDES},text.context_length=77"}
+PACKED = {"model_overrides": f"{runs.OVERRIDES},text.context_length=128"}
 CHANGES = {
     "chunks": {"grad_cache.chunk_size": 16},
     "sharded": {"parameter_sharding": "fsdp", "optimizer.name": "adafactor"},

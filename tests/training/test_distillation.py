@@ -61,7 +61,8 @@ def captured(config, teacher, mesh, tmp_path):
     ],
     ids=str,
 )
-def test_the_batch_has_the_features_of_the_encoder(workdir, tmp_path, devices, changes):
+def test_the_batch_has_the_features_of_the_encoder(workdir, tmp_path, monkeypatch, devices, changes):
+    monkeypatch.setattr("infcl_jax.run.text_packing.MOST", 10.0)  # packs, though it saves little
     mesh = oracle.mesh_of(devices)
     settings = config(workdir, **changes)
     teacher = load_teacher(make_config(settings), mesh)
@@ -88,6 +89,7 @@ def test_a_teacher_of_another_size_and_tokenizer(workdir, tmp_path):
 
 
 def test_a_teacher_that_counts_other_tokens_gets_padded_texts(workdir, monkeypatch):
+    monkeypatch.setattr("infcl_jax.run.text_packing.MOST", 10.0)
     mesh, settings, losses = oracle.mesh_of(2), make_config(config(workdir)), []
     for alike in (True, False):
         monkeypatch.setattr("infcl_jax.run.base.counts_alike", lambda *towers, alike=alike: alike)

@@ -35,7 +35,7 @@ class TextBatches:
 
     @classmethod
     def packed(cls, tower: Any, length: int, rows: int, devices: int) -> "TextBatches | None":
-        """Return the shape of packed texts; None if padded ones do not fill a row."""
+        """Return the shape of packed texts; None if padded texts do not fill a row."""
         packing = Packing.within(rows // devices, length)
         return None if packing is None else cls(rows, devices, tower, packing)
 
@@ -78,7 +78,9 @@ class TextBatches:
 def text_batches(
     tower: Any, stream: Iterable[Integer[np.ndarray, "n t"]], rows: int, devices: int
 ) -> Iterator[TextBatch]:
-    """Make batches of texts in order, all of one shape unless some cannot be packed.
+    """Make batches of texts in order.
+
+    All have one shape, unless some texts cannot be packed.
 
     Args:
       tower: text tower that encodes packed texts; None: they stay padded.

@@ -93,8 +93,9 @@ class Batches:
         return batch
 
     def _stall(self, seconds: float) -> str:
-        what = "the other processes" if self.data.packer.waits else f"data for {seconds:.0f} s: {self.data.awaited()}"
-        return f"warning: {process_prefix()}waiting for {what}"
+        if self.data.packer.waits:
+            return f"warning: {process_prefix()}waiting for the other processes for {seconds:.0f} s"
+        return f"warning: {process_prefix()}waiting for data for {seconds:.0f} s: {self.data.awaited()}"
 
     def waits(self, steps: int) -> dict[str, float]:
         """Return the fraction of time since the last call spent waiting, by metric.

@@ -44,11 +44,14 @@ class TextPacking:
     padded: Mapping[str, str]
 
     def packer(self, devices: int) -> TextPacker:
-        """Return the packer of this process's batches, whose rows so many devices share."""
+        """Return the packer of this process's batches, for its number of devices."""
         return TextPacker(self.packed, devices)
 
     def __str__(self) -> str:
-        """Format as "text packed in 12 rows of 128 tokens for 64 texts (24.0 each), mean length 21.2"."""
+        """Describe the packing of each entry.
+
+        An example is "text packed in 12 rows of 128 tokens for 64 texts (24.0 each), mean length 21.2".
+        """
         packed = [f"{name} packed in {e.packing}, mean length {e.tokens:.1f}" for name, e in self.packed.items()]
         return "; ".join([*packed, *(f"{name} padded, since {reason}" for name, reason in self.padded.items())])
 
@@ -96,7 +99,10 @@ def _layer_flops(tokens: float, row_length: int, width: int) -> float:
 
 
 def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, int]]:
-    """Return the lengths of the first texts, of which each process reads a share, and their padded length."""
+    """Return the lengths of the first texts, and their padded length.
+
+    Each process reads a share of the texts.
+    """
     config, read = run.config, run.text_reader()
     order = sample_order(run.source, config.batch_size, config.seed)
     rows = [(row, int(order[row])) for row in range(min(_PROFILE, len(order)))]

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import optax
@@ -34,7 +34,7 @@ from infcl_jax.run.frozen_towers import FeatureCache, Teacher, TeacherInputs
 from infcl_jax.run.model import overridden_model, restored_model
 from infcl_jax.run.text_packing import TextPacking, TextReader, choose_packing, counts_alike, text_towers
 from infcl_jax.runtime.mesh import shard_batch
-from infcl_jax.settings import RunConfig, total_steps
+from infcl_jax.settings import RunConfig, total_steps, with_changes
 from infcl_jax.training import (
     GradCacheConfig,
     TrainState,
@@ -268,6 +268,13 @@ class Run[C: (CLIPConfig, TextPairConfig), E](abc.ABC):
         if self.config.text_packing == "off":
             return TextPacking({}, {})
         return choose_packing(self, self.mesh.size)
+
+    def with_padded_texts(self) -> Self:
+        """Return the run with `text_packing="off"` and the other parts that are built."""
+        run = dataclasses.replace(self, config=with_changes(self.config, {"text_packing": "off"}))
+        kept = vars(self).keys() - vars(run).keys() - {"text_packing"}
+        vars(run).update({name: vars(self)[name] for name in kept})
+        return run
 
     @functools.cached_property
     def utilization(self) -> Callable[[float], float | None]:

@@ -1,6 +1,5 @@
 """Start of a run: its devices, its settings resolved, its parts built."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -70,9 +69,7 @@ def build_run(
     if recorded is None and config.text_packing == "auto" and not run.text_packing.packed:
         if str(run.text_packing):
             say(f"texts: {run.text_packing}")
-        run = dataclasses.replace(
-            run, config=with_changes(config, {"text_packing": "off"}), given_tokenizer=run.tokenizer
-        )
+        run = run.with_padded_texts()
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
     _ = run.step, run.suite, run.init  # wrong settings end the run before its state is created

@@ -5,7 +5,6 @@ See `infcl_jax.ops.packing`.
 
 import dataclasses
 import heapq
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -75,7 +74,7 @@ class Packing:
 
         draws = heapq.nlargest(HEAVIEST, (fullest() for _ in range(BATCHES)), np.sum)
         needed, mean = max(_rows_needed(draw, row_length) for draw in draws), shard * lengths.mean() / row_length
-        return cls(row_length, min(shard, needed + math.ceil(MARGIN * (needed - mean))), shard)
+        return cls(row_length, min(shard, needed + int(MARGIN * (needed - mean))), shard)
 
     def __str__(self) -> str:
         """Format as "12 rows of 128 tokens for 64 texts (24.0 each)"."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 
 from infcl_jax.models.config import BertConfig, CLIPConfig, TextConfig, TowerConfig, VisionConfig
 from infcl_jax.models.resnet import ResNetConfig
+from infcl_jax.models.transformer_config import TransformerConfig
 
 
 def forward_flops(config: CLIPConfig) -> int:
@@ -83,7 +84,7 @@ def group_flops(config: CLIPConfig, text_tokens: int | None = None) -> dict[str,
 def _vit(tower: VisionConfig, embed_dim: int) -> list[int]:
     patches = (tower.image_size // tower.patch_size) ** 2
     tokens = int(tower.class_token) + max(1, int(patches * (1 - tower.patch_dropout)))
-    layers = [_layer(tower, tokens)] * tower.layers
+    layers = [layer_flops(tower, tokens)] * tower.layers
     if tower.pool == "tok":
         layers[-1] = _one_token_layer(tower, tokens)
     pool = _one_token_layer(tower, tokens) - 2 * tower.width**2 if tower.pool == "map" else 0
@@ -91,7 +92,7 @@ def _vit(tower: VisionConfig, embed_dim: int) -> list[int]:
 
 
 def _text(tower: TextConfig, embed_dim: int, tokens: int) -> list[int]:
-    layers = [_layer(tower, tokens)] * (tower.layers - 1) + [_one_token_layer(tower, tokens)]
+    layers = [layer_flops(tower, tokens)] * (tower.layers - 1) + [_one_token_layer(tower, tokens)]
     return [0, *layers, _projection(tower, embed_dim)]  # looking up embeddings is no GEMM
 
 
@@ -101,7 +102,7 @@ def _bert(tower: BertConfig, embed_dim: int, tokens: int) -> list[int]:
         projection = 2 * (tower.width + embed_dim) * ((tower.width + embed_dim) // 2)
     else:
         projection = _projection(tower, embed_dim)
-    return [0, *[_layer(tower, tokens)] * tower.layers, pooler + projection]
+    return [0, *[layer_flops(tower, tokens)] * tower.layers, pooler + projection]
 
 
 def _resnet(tower: ResNetConfig, embed_dim: int) -> list[int]:
@@ -129,7 +130,8 @@ def _projection(tower: VisionConfig | TextConfig | BertConfig, embed_dim: int) -
     return 0 if tower.projection == "none" else 2 * tower.width * embed_dim
 
 
-def _layer(tower: TowerConfig, tokens: int) -> int:
+def layer_flops(tower: TowerConfig | TransformerConfig, tokens: int) -> int:
+    """Count the forward FLOPs of a layer for a row of tokens, see `group_flops`."""
     width, hidden = tower.width, int(tower.width * tower.mlp_ratio)
     return tokens * (8 * width**2 + 4 * width * hidden + 4 * tokens * width)
 

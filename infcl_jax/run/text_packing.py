@@ -19,6 +19,7 @@ from infcl_jax.data.packing import MOST, ROW_LENGTH, PackedEntry, TextPacker
 from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models.clip import row_shapes
+from infcl_jax.models.flops import layer_flops
 from infcl_jax.runtime.processes import gather
 
 if TYPE_CHECKING:
@@ -85,17 +86,12 @@ def choose_packing(run: "Run", devices: int) -> TextPacking:
         chunk = min(run.config.grad_cache.chunk_of(encoder) or rows, rows)
         row_length = -(-length // ROW_LENGTH) * ROW_LENGTH
         packing = Packing.of(lengths, chunk // devices, row_length, shards=devices * -(-rows // chunk))
-        width = towers[name].config.width
-        if _layer_flops(packing.tokens_per_text, row_length, width) <= MOST * _layer_flops(length, length, width):
+        config, rows_per_text = towers[name].config, packing.tokens_per_text / row_length
+        if rows_per_text * layer_flops(config, row_length) <= MOST * layer_flops(config, length):
             packed[name] = PackedEntry(packing, towers[name].lengths, float(lengths.mean()))
         else:
             padded[name] = f"packing would leave {packing.tokens_per_text:.1f} of {length} tokens, in longer rows"
     return TextPacking(packed, padded)
-
-
-def _layer_flops(tokens: float, row_length: int, width: int) -> float:
-    """Return the forward FLOPs of a layer for tokens in rows, see `infcl_jax.models.flops.group_flops`."""
-    return tokens * (24 * width**2 + 4 * row_length * width)
 
 
 def _profile(run: "Run", towers: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, int]]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from infcl_jax.inference.text_batches import agreed_batches, text_batches
 from infcl_jax.losses.matryoshka import prefix
+from infcl_jax.models.text_pair import text_tower
 from infcl_jax.ops.packing import PackedTokens
 from infcl_jax.runtime.mesh import shard_batch, to_host
 
@@ -49,8 +50,7 @@ class TowerEncoder:
     @property
     def packable_tower(self) -> Any:
         """Text tower that can encode packed texts; None if it may attend to padding."""
-        name = self.method.removeprefix("encode_")
-        tower = getattr(self.model, "text", None) or getattr(self.model, name, None)
+        tower = text_tower(self.model, self.method.removeprefix("encode_"))
         return None if getattr(tower, "attends_to_padding", True) else tower
 
 

@@ -180,6 +180,11 @@ class TextPair(nn.Module):
         return (self.text or self.query).embed_dim  # type: ignore[union-attr, return-value]
 
 
+def text_tower(model: nn.Module, name: str) -> Any:
+    """Return the text encoder "text", "query" or "passage" of a model; None if it has none."""
+    return getattr(model, "text", None) or getattr(model, name, None)
+
+
 def text_pair_config(name: str | None) -> TextPairConfig | None:
     """Return the configuration of DPR's dual encoder with a BERT.
 

@@ -65,15 +65,22 @@ def build_run(
         teacher=load_teacher(config, mesh),
         check=check,
     )
-    doing("reading the lengths of texts")
-    if recorded is None and config.text_packing == "auto" and not run.text_packing.packed:
-        if str(run.text_packing):
-            say(f"texts: {run.text_packing}")
-        run = run.with_padded_texts()
+    if recorded is None and config.text_packing == "auto":
+        doing("reading the lengths of texts")
+        run = _with_chosen_packing(run)
     if config.keep_best is not None and (names := run.suite.metric_names) and config.keep_best not in names:
         raise ValueError(f"expected keep_best to be one of {', '.join(names)}, got {config.keep_best!r}")
     _ = run.step, run.suite, run.init  # wrong settings end the run before its state is created
     return run
+
+
+def _with_chosen_packing(run: Run) -> Run:
+    """Return the run with padded texts, and say why, if none are packed."""
+    if run.text_packing.packed:
+        return run
+    if str(run.text_packing):
+        say(f"texts: {run.text_packing}")
+    return run.with_padded_texts()
 
 
 def load_teacher(config: RunConfig, mesh: Mesh) -> Teacher | None:

@@ -20,6 +20,7 @@ from infcl_jax.data.parallelism import usable_cores
 from infcl_jax.data.tokenizers import BaseTokenizer
 from infcl_jax.models.clip import row_shapes
 from infcl_jax.models.flops import layer_flops
+from infcl_jax.models.text_pair import text_tower
 from infcl_jax.runtime.processes import gather
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class TextPacking:
 def text_towers(model: Any, prefix: str = "") -> dict[str, Any]:
     """Return a model's text encoders: "text", or "query" and "passage"."""
     names = row_shapes(model, 1).keys() - {"image"}
-    return {f"{prefix}{name}": getattr(model, "text", None) or getattr(model, name) for name in sorted(names)}
+    return {f"{prefix}{name}": text_tower(model, name) for name in sorted(names)}
 
 
 def counts_alike(tower: Any, other: Any) -> bool:
